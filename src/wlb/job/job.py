@@ -7,6 +7,7 @@ configuration, a name or keywords (``wlb.simulate.job``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -21,12 +22,13 @@ from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig,
 from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
 from wlb.job.prices import LevelPrices, Software, micro_batch_phases
 from wlb.packing.options import Grouping
-from wlb.packing.plan import StageRanks, StepPlan
+from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
 from wlb.packing.registry import PACKERS
 from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import check_operations
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
-from wlb.sharding import check_group_size
+from wlb.sharding import check_group_size, price_shards
+from wlb.sharding.latency import Shards
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Checkpointing, DocumentPrices, Seconds
 from wlb.workload.costs import QUERY_TILE
@@ -307,6 +309,16 @@ class Job:
 
     def _phased(self, prices: DocumentPrices) -> DocumentPrices:
         return prices if self.phases is None else PhasedPrices(prices, self.phases)
+
+    def sharded(self, micro_batches: Sequence[MicroBatch]) -> Shards:
+        """What every rank of a pool computes and exchanges in each of ``micro_batches``, which name no ranks."""
+        return price_shards(
+            [one.lengths for one in micro_batches],
+            self.layout.pool_size,
+            self.sharding.strategy,
+            self.costs,
+            [one.earlier if one.is_slice else None for one in micro_batches],
+        )
 
     def priced_as_run(self, plan: StepPlan) -> StepPlan:
         """``plan`` with the seconds of its micro-batches, by which they are dealt to ranks and ordered.

@@ -18,7 +18,6 @@ from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
 from wlb.schedules.operations import FORWARD, RankOperations
-from wlb.sharding import price_shards
 from wlb.sharding.latency import Priced, over_stages
 from wlb.workload.base import TICKS
 
@@ -80,14 +79,7 @@ class PipelineLoads:
     """The operation seconds of micro-batches on every stage, and on all of them: ``both`` and ``forward``."""
 
     def __init__(self, job: Job, micro_batches: Sequence[MicroBatch]) -> None:
-        costs = job.costs
-        shards = price_shards(
-            [one.lengths for one in micro_batches],
-            job.layout.pool_size,
-            job.sharding.strategy,
-            costs,
-            [one.earlier if one.is_slice else None for one in micro_batches],
-        )
+        costs, shards = job.costs, job.sharded(micro_batches)
         priced, longest = Priced.of(shards, costs), shards.tokens.max(axis=1)
         self.both, self.forward = priced.whole.both, priced.whole.forward
         weights = costs.weight_seconds(longest, "blocks"), costs.weight_seconds(longest, "head")

@@ -23,20 +23,15 @@ def with_gathers(costs: JobCosts, forward: Array, backward: Array, *, moving: Ar
     Keys and values use the links for ``moving`` seconds of each forward and backward; gathers run before and after,
     because they share adapters.
     """
+    first, always = np.arange(forward.shape[-1]) == 0, costs.job.software.syncs_always
     if costs.layout.keeps_weights:
-        first = waiting_for_weights(costs, forward[..., 0])[..., None]
-    else:
-        moved = np.broadcast_to(moving, forward.shape)
-        first = _gathered_a_block_ahead(costs, forward[..., :1] - moved[..., :1])
-        if costs.job.software.syncs_always:
-            later = forward[..., 1:]
-            forward = np.concatenate(
-                [forward[..., :1], later + _gathered_a_block_ahead(costs, later - moved[..., 1:])], -1
-            )
-        backward = backward + _gathered_a_block_ahead(costs, backward - moved)
-        if costs.job.software.syncs_always:
-            backward[..., 0, :-1] += reduced_behind(costs, backward[..., 0, :-1])
-    return np.concatenate([forward[..., :1] + first, forward[..., 1:]], axis=-1), backward
+        return forward + first * waiting_for_weights(costs, forward[..., 0])[..., None], backward
+    moved = np.asarray(moving, np.float64)
+    gathers = (first | always) * _gathered_a_block_ahead(costs, forward - moved)
+    backward = backward + _gathered_a_block_ahead(costs, backward - moved)
+    if always:
+        backward[..., 0, :-1] += reduced_behind(costs, backward[..., 0, :-1])
+    return forward + gathers, backward
 
 
 def late_reduction(costs: JobCosts, backward: Array) -> Array:

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import RankOperations
 from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
-from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases, Priced, Shards, computing_seconds, over_stages
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
@@ -112,13 +111,7 @@ class Steps(StepSeconds):
         """Steps of ``plans`` that are already dealt to data-parallel ranks, in which groups run in lock step."""
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
         shape = len(plans), costs.layout.pools, costs.job.rank_micro_batches
-        shards = price_shards(
-            [one.lengths for one in micro_batches],
-            costs.layout.pool_size,
-            costs.job.sharding.strategy,
-            costs.rank,
-            [one.earlier if one.is_slice else None for one in micro_batches],
-        ).reshaped(*shape)
+        shards = costs.job.sharded(micro_batches).reshaped(*shape)
         operations = tuple(plan.operations for plan in plans if plan.operations)
         return replace(cls.of_shards(shards, costs), operations=operations)
 
