@@ -208,7 +208,7 @@ def _simulated(choice: Choice, lengths: DocumentLengths, prices: DocumentPrices)
     """``choice`` simulated for the first steps, less a margin for the others; or for all, if it has the first."""
     job = by_memory(_part_of(choice.job))
     windows, balanced, most = job.global_batch, job.packing.is_balanced, simulated_steps(job, lengths)
-    first = max(1, min(most, _FIRST // windows))
+    first = 1 if balanced else max(1, min(most, _FIRST // windows))
     is_last = choice.rounds == 1 or (first == most and not warm_up(job))
     steps = most if is_last else first
     rated = rate(job, lengths, steps, prices, warm_up(job) if is_last else 0)
