@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig
 from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
-from wlb.job.prices import LevelPrices, Software, micro_batch_phases
+from wlb.job.prices import LevelPrices, Software, level_shards
 from wlb.packing.options import Grouping
 from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
 from wlb.packing.registry import PACKERS
@@ -28,7 +28,7 @@ from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import check_operations
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size, price_shards
-from wlb.sharding.latency import Shards
+from wlb.sharding.latency import Priced, Shards
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Checkpointing, DocumentPrices, Seconds
 from wlb.workload.costs import QUERY_TILE
@@ -328,9 +328,13 @@ class Job:
         if self.packed_by is not None:
             return plan
         micro_batches = plan.micro_batches
-        forward, backward = micro_batch_phases(
-            micro_batches, self.layout.pool_size, self.sharding.strategy, self.costs, self.ranks_per_node
-        )
+        if self.levels_steps:
+            forward, backward = np.zeros((2, len(micro_batches)))
+            pool, per_node = self.layout.pool_size, self.ranks_per_node
+            for places, costs, shards in level_shards(micro_batches, pool, self.costs, per_node):
+                forward[places], backward[places] = Priced.of(shards, costs).whole
+        else:
+            forward, backward = Priced.of(self.sharded(micro_batches), self.costs).whole
         if self.phases is not None:
             encoders = np.array([self.phases.of(one.segments).sum() for one in micro_batches])
             forward = forward + encoders * FORWARD_SHARE

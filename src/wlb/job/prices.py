@@ -1,13 +1,13 @@
 """Prices of documents in level steps, and of the micro-batches of a plan, all from ``wlb.sharding.latency``.
 
 Packers of other steps price documents by W_a + W_l of an even group. The price of a micro-batch depends on how its
-group shards it, so packed micro-batches are priced again (``micro_batch_phases``) and arranged by that.
+group shards it, so packed micro-batches are priced again (``Job.priced_as_run``) and arranged by that.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.packing.plan import MicroBatch
 from wlb.sharding import LEVEL_SHARDING, price_shards
-from wlb.sharding.latency import Phases, Priced
+from wlb.sharding.latency import Priced, Shards
 from wlb.workload import Costs, Hardware, ModelShape
 from wlb.workload.base import Seconds
 
@@ -84,23 +84,22 @@ def _shared_seconds(costs: Costs, ranks: int) -> dict[int, float]:
     return {}
 
 
-def micro_batch_phases(
-    micro_batches: Sequence[MicroBatch], cp: int, strategy: str, costs: Costs, ranks_per_node: int
-) -> Phases:
-    """Seconds of the context-parallel groups of ``micro_batches``; shape (micro-batches,).
+def level_shards(
+    micro_batches: Sequence[MicroBatch], pool: int, costs: Costs, ranks_per_node: int
+) -> Iterator[tuple[list[int], Costs, Shards]]:
+    """Shards of micro-batches of level steps: those of equally many ranks, on equally many nodes, together.
 
-    A group is ``cp`` ranks that shard by ``strategy``, or the ranks that a micro-batch names; a node has
-    ``ranks_per_node`` ranks.
+    Yields the places of the micro-batches of a kind, its prices, and its shards. A micro-batch that names no ranks is
+    of all ranks of the ``pool``.
     """
     kinds = defaultdict[tuple[int, int], list[int]](list)
     for place, one in enumerate(micro_batches):
-        kinds[(len(one.ranks), nodes_of(one.ranks, ranks_per_node)) if one.ranks else (cp, 0)].append(place)
-    seconds = np.zeros((2, len(micro_batches)))
-    for (size, nodes), places in kinds.items():
-        of_kind, sharded_by = (replace(costs, nodes=nodes), LEVEL_SHARDING) if nodes else (costs, strategy)
-        shards = price_shards([micro_batches[place].lengths for place in places], size, sharded_by, of_kind)
-        seconds[:, places] = Priced.of(shards, of_kind).whole
-    return Phases(*seconds)
+        ranks = one.ranks or range(pool)
+        kinds[len(ranks), nodes_of(ranks, ranks_per_node)].append(place)
+    for (size, nodes), places in sorted(kinds.items()):
+        of_kind = replace(costs, nodes=nodes)
+        lengths = [micro_batches[place].lengths for place in places]
+        yield places, of_kind, price_shards(lengths, size, LEVEL_SHARDING, of_kind)
 
 
 def nodes_of(ranks: Iterable[int], ranks_per_node: int) -> int:

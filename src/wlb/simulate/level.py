@@ -8,7 +8,6 @@ Weights stay gathered throughout the step.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,11 +16,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.job.prices import nodes_of
+from wlb.job.prices import level_shards
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import BACKWARD, FORWARD, Operation
 from wlb.schedules.timing import PipelineTimes
-from wlb.sharding import LEVEL_SHARDING, price_shards
 from wlb.sharding.latency import Phases, Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import waiting_for_weights
@@ -56,19 +54,17 @@ class LevelSteps(StepSeconds):
 
     @classmethod
     def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> LevelSteps:
-        runs: list[tuple[int, int, Integers]] = []
-        of_kinds = defaultdict[tuple[int, int], list[tuple[int, list[int]]]](list)
-        for step, plan in enumerate(plans):
-            for place, micro_batch in enumerate(plan.micro_batches):
-                ranks = np.array(micro_batch.ranks or range(costs.layout.pool_size))
-                of_kinds[len(ranks), nodes_of(ranks, costs.job.ranks_per_node)].append((len(runs), micro_batch.lengths))
-                runs.append((step, place, ranks))
+        pool, micro_batches = costs.layout.pool_size, [one for plan in plans for one in plan.micro_batches]
+        runs = [
+            (step, place, np.array(one.ranks or range(pool)))
+            for step, plan in enumerate(plans)
+            for place, one in enumerate(plan.micro_batches)
+        ]
         kinds = []
-        for (size, nodes), found in sorted(of_kinds.items()):
-            of_kind = JobCosts(costs.job, nodes)
-            shards = price_shards([lengths for _, lengths in found], size, LEVEL_SHARDING, of_kind.rank)
-            steps, places, ranks = (np.array(column) for column in zip(*(runs[run] for run, _ in found), strict=True))
-            kinds.append(_Kind(steps, places, ranks, Steps.of_shards(shards.reshaped(1, 1, len(found)), of_kind)))
+        for mine, priced, shards in level_shards(micro_batches, pool, costs.rank, costs.job.ranks_per_node):
+            steps, places, ranks = (np.array(column) for column in zip(*(runs[run] for run in mine), strict=True))
+            of_kind = Steps.of_shards(shards.reshaped(1, 1, len(mine)), JobCosts(costs.job, priced.nodes))
+            kinds.append(_Kind(steps, places, ranks, of_kind))
         return cls(costs, tuple(runs), tuple(kinds))
 
     @property
