@@ -20,8 +20,6 @@ that all ranks cut into head and tail chunks, so a packed micro-batch is one cal
 must be a multiple of 2 x CP tokens.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -11,8 +11,6 @@ libraries, belong to all processes of a machine. The index is really written, 20
 of 100 documents are opened as one, and a block of 64 documents lies in as many of them. Needs Linux.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -14,8 +14,6 @@ One JSON file has all of it, written after every section, so that a run that is 
 that fails is named, the others run, and the exit status is 1. ``wlb check --profile FILE`` reads the profile in it.
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

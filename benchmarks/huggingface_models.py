@@ -8,8 +8,6 @@ processes that share them (cp = 2). The error is that of the gradient against on
 own attention; the loss is taken from the scores in float64.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -8,8 +8,6 @@ runs them under FSDP2 that reduces gradients inside the last backward. Ways take
 slower rank over the work of a rank, which is 1 if ranks wait only at the end.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -10,8 +10,6 @@ it is freed, or its own caching would be measured. The largest of the processes 
 ``wlb.job.memory.walk`` for the same lengths. Needs Linux.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

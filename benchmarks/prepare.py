@@ -8,8 +8,6 @@ and is running beforehand, as clusters are; starting it is shown apart. Shards a
 time. All stores must have equal tokens. Methods take turns; speed is the median time of ``--workers`` over a method's.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -8,8 +8,6 @@ that it was really stopped is printed. Jobs of two equal ranks, and with a slowe
 turns; reported are medians over the last half of the steps. Run it on an idle machine with two cores.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -24,8 +24,6 @@ the median of what it predicts for a step over its CPU seconds, less one. "excha
 values go to another rank, once for each, over all tokens.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@
 Short documents stay whole on a rank, long ones are divided.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

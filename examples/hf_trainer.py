@@ -3,8 +3,6 @@
 torchrun --standalone --nproc-per-node 2 examples/hf_trainer.py
 """
 
-from __future__ import annotations
-
 from transformers import Trainer, TrainingArguments
 
 from stand_ins import WINDOW, documents, llama

@@ -3,8 +3,6 @@
 torchrun --standalone --nproc-per-node 2 examples/own_lists.py
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard

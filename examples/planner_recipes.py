@@ -5,8 +5,6 @@ call it in the function that Ray's ``worker_process_setup_hook`` names. A sample
 own where the stack allows that (slime, SkyRL's ``Balanced``), and is refused elsewhere.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from wlb import balance

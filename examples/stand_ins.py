@@ -1,7 +1,5 @@
 """Stand-ins for what is yours, so that the examples run as they are: documents, and a tiny Llama."""
 
-from __future__ import annotations
-
 import os
 from itertools import chain, islice
 from typing import Any

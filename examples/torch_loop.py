@@ -3,8 +3,6 @@
 torchrun --standalone --nproc-per-node 2 examples/torch_loop.py
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

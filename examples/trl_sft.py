@@ -5,8 +5,6 @@
 The first quarter of every document is its prompt, which is read and not learnt.
 """
 
-from __future__ import annotations
-
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast

@@ -7,8 +7,6 @@ Needs Megatron-LM's main (0.20) or dev. Runs what Megatron-Core runs on the CPU,
 micro-batches; attention over them needs GPUs. Seconds are predicted, for a 7B model on H100.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

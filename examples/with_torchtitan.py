@@ -7,8 +7,6 @@ For torchtitan 0.3.0; docs/stacks/torchtitan.md has main's. ``tests/integrations
 like this on CPUs, with exact gradients.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -7,8 +7,6 @@ Runs verl's ``rearrange_micro_batches`` and the division that its trainers make,
 a model. Prices are verl's own.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

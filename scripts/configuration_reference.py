@@ -5,8 +5,6 @@
 With ``--check`` nothing is written; exit status 1 says that the page is out of date.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ what WLB needs. Computing is blue-grey and waiting is red. Text stays readable w
 wide.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

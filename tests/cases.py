@@ -1,7 +1,5 @@
 """Many small cases in one test: each test of its own costs milliseconds, here and where results are collected."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable
 from functools import wraps

@@ -1,7 +1,5 @@
 """The code blocks of a Markdown page, the commands in them, and what they print."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

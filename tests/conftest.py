@@ -1,7 +1,5 @@
 """Options of the test suite."""
 
-from __future__ import annotations
-
 import gc
 import os
 

@@ -1,7 +1,5 @@
 """What a process of a test leaves that crashes: a core, which is kept, and its stack."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import subprocess

@@ -4,8 +4,6 @@
 MODULE ARGUMENTS`` and ``python SCRIPT ARGUMENTS``. ``FORKS`` forks functions. What would be spawned is forked, too.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The configurations that come with the project are valid, and the ones for clusters fit their GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

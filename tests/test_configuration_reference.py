@@ -1,7 +1,5 @@
 """The generated configuration reference is that of the schema."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

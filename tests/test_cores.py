@@ -1,7 +1,5 @@
 """A process of a test that crashes leaves its core and its stack, and a rank the result that it had."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -7,8 +7,6 @@ The blocks of a page run in order, in one directory that looks like a clone, and
 not run must still name commands, options, files, settings and functions that exist.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

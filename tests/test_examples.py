@@ -1,7 +1,5 @@
 """The adoption examples run on two processes and train every document once."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 

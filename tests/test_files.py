@@ -1,7 +1,5 @@
 """A file is the old one or the new one, and a lock belongs to one process at a time."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The lightest bin with room, against a plain search."""
 
-from __future__ import annotations
-
 import math
 
 from hypothesis import given

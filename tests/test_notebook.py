@@ -1,7 +1,5 @@
 """The notebook runs from the first cell to the last, and its verdict is that of the command it names."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """``scripts/pictures.py`` draws every picture of the documentation, and says which figures are in them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which room may import which, and that the planning half needs no torch."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

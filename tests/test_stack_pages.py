@@ -3,8 +3,6 @@
 A block leaves the names open that are its reader's: ``_names`` defines them. Windows are smaller than in the pages.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from functools import partial

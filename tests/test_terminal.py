@@ -1,7 +1,5 @@
 """Text for people: numbers with their noun, and lines that break between words."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

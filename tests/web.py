@@ -1,7 +1,5 @@
 """A web server on this machine that fails when it is told to, and counts what is asked of it."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import threading

@@ -4,8 +4,6 @@ They work in any type and on any device, so that a model can be compared in floa
 ``cu_seqlens`` as the kernels do; whether transformers hands those on is what they are for.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec

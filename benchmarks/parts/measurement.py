@@ -11,8 +11,6 @@ charged to whichever method happens to set off a full collection. Alternatives t
 machine's speed meets all of them, and the median over turns is reported.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc

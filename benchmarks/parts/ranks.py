@@ -1,7 +1,5 @@
 """Real processes of one thread each: ranks of a benchmark on this machine's CPU, joined by gloo, or on its GPUs."""
 
-from __future__ import annotations
-
 import pickle
 import tempfile
 from collections.abc import Callable

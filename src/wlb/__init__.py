@@ -4,8 +4,6 @@ This module exports what a trainer needs to plan its own steps. Each name is loa
 loads nothing else, and no name loads torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,5 @@
 """The one exception that the command line turns into a single line and exit status 2, and what often raises it."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 from collections.abc import Iterable

@@ -4,8 +4,6 @@
 belong together, call the steps yourself: ``write_synced`` or ``flush``, then ``move`` or ``sync``.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

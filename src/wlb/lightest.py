@@ -1,7 +1,5 @@
 """The greedy rule of packing and sharding: put each document into the lightest bin that has room for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace

@@ -1,7 +1,5 @@
 """The cores and memory that the operating system lets this process use."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Strict types and frozen classes for sections of a configuration and options of packers."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Text for people: counted things, and lines on stderr, wrapped between words if it is a terminal."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import sys

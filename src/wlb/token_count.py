@@ -1,7 +1,5 @@
 """Parses whole numbers, and numbers of tokens such as 131_072, 128K or 1M (K is 1024, M is 1024 K)."""
 
-from __future__ import annotations
-
 import re
 from operator import index
 from typing import Any

@@ -15,8 +15,6 @@ alone, and "one micro-batch differs" says how far its longest measurement is ove
 Speed is at equal work, predicted seconds of work done in a second. Stacks that are not installed are left out.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os

@@ -7,8 +7,6 @@ are at equal work, simulated, with two stages a rank: interleaved 1F1B, and ``ba
 Planning and sharding times are CPU time of one thread: a whole step planned, and the micro-batches of one pool sharded.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial

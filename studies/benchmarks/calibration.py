@@ -11,8 +11,6 @@ without slow GPUs; medians and the range over draws of documents and of which GP
 number of GPUs over the sum of their speeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

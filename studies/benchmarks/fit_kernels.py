@@ -8,8 +8,6 @@ the odd ones only check. Prints what is fitted beside what is in force (``wlb.wo
 of the prices in force by table: predicted over measured seconds, less one. Takes a quarter of a minute.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

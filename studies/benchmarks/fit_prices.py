@@ -13,8 +13,6 @@ fitted, and the errors of whole steps by table: predicted over measured, less on
 in force are only checked. Takes seconds for that, and a minute for each evaluation of all prices.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

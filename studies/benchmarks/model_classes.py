@@ -7,8 +7,6 @@ a rank: interleaved 1F1B, and ``balanced`` in the order that it plans. Memory is
 activation checkpointing, and decides nothing.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from dataclasses import replace

@@ -11,8 +11,6 @@ what they return is one step. Times are CPU time of the process, the median over
 from a peer's data types is not timed.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

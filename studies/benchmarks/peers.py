@@ -12,8 +12,6 @@ The last two make more than N micro-batches where the documents do not fit N win
 make, and its imbalance is taken over those.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence

@@ -15,8 +15,6 @@ over the mean.
 Those that can be imported run. Times are CPU time of the process, medians over the cases.
 """
 
-from __future__ import annotations
-
 import argparse
 import heapq
 import importlib

@@ -1,7 +1,5 @@
 """What a training loop does, whichever stack it is of: which tokens every step trains, and how long they take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

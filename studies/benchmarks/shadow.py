@@ -9,8 +9,6 @@ for each other in every micro-batch, otherwise at the end of a step; a micro-bat
 two turns the smaller. Brackets hold every turn alone. Speeds are at equal work.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ one thread, the median over ``--turns`` turns, without making the block mask tha
 sharding`` has predicted seconds of our strategies.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -6,8 +6,6 @@ Plans of the trainer's own planner, without a GPU; simulated is only the price b
 global batches. A document is long from half a window on.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

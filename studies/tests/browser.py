@@ -1,7 +1,5 @@
 """A tab of headless Chromium that is told by the DevTools protocol what to do: for pages that change after loading."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

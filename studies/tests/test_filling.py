@@ -1,7 +1,5 @@
 """Documents of studies: cut where windows end, and no more than steps take."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Who gains: one row for each job, which says what ``wlb check`` says of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

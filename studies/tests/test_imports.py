@@ -1,7 +1,5 @@
 """What the studies take from the library: names without an underscore, of the packages that README names."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

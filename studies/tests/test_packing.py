@@ -1,7 +1,5 @@
 """What ``packing`` calls speed: tokens in a second, with everything trained, as in ``wlb simulate``."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The page of ``wlb-studies page``: it says what ``wlb check`` says, to this machine only, on a desk and on a phone."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

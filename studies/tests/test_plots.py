@@ -1,7 +1,5 @@
 """Pictures of comparisons: who is who, and where things stand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

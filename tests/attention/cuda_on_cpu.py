@@ -5,8 +5,6 @@ It computes what PyTorch's kernels compute, and checks what they check: ``mha_va
 FlashAttention 3 behind the same operators. What the kernels would leave unwritten is NaN.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Counts the bytes that PyTorch operations hold, now and at most."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Attention of a whole micro-batch in one process, in float64, by a formulation that shares nothing with ours."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

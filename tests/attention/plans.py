@@ -1,7 +1,5 @@
 """Shard plans that no strategy would make."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What a rank allocates is what the plan makes it send, receive and attend; what it keeps grows with its own tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

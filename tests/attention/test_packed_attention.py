@@ -3,8 +3,6 @@
 The processes of each group size are started once and go through all cases of that size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

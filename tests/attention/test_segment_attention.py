@@ -1,7 +1,5 @@
 """Every back end against the reference, and the reference against a formulation that shares nothing with it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

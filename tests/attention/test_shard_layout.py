@@ -1,7 +1,5 @@
 """What a layout brings to a rank; that every query meets its keys, test_packed_attention.py proves by their results."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Slices in micro-batches of their own, forward in order and backward in reverse, are exactly their documents."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise

@@ -1,7 +1,5 @@
 """The demo: CPU seconds along the critical path, what is printed and drawn of them, and a tiny run."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess

@@ -1,7 +1,5 @@
 """The benchmark of training compares measured and predicted speeds at equal work."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The command line as tests run it."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO

@@ -1,7 +1,5 @@
 """``wlb check``: what it says of which systems, what it counts of text, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables are shown whole, however wide the terminal is."""
 
-from __future__ import annotations
-
 import pytest
 from rich.console import Console
 from rich.table import Table

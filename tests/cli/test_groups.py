@@ -1,7 +1,5 @@
 """Options in groups: what Typer is shown, and which group a command gets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """``wlb train``: mistakes it tells in one line before any process starts, and its dry run."""
 
-from __future__ import annotations
-
 import json
 import logging
 import signal

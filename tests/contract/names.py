@@ -4,8 +4,6 @@ Everything else may change. Parameters read as in a ``def``, without ``self``; N
 property. Parameters may be added if they are optional.
 """
 
-from __future__ import annotations
-
 PUBLISHED: dict[str, str | None] = {
     "wlb.balance": (
         "lengths, parts=..., max_tokens=..., *, ranks=..., costs=..., workload=..., phases=..., groups=..., "

@@ -3,8 +3,6 @@
 Each side answers with the functions that really run: those of a rank, without its processes, and the simulation's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace

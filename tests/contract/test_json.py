@@ -1,7 +1,5 @@
 """What programs read: keys of ``check --json`` and ``simulate --json``, and of the lines that training appends."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

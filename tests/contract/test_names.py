@@ -1,7 +1,5 @@
 """Every published name is there and is called as documented, and the planning names load no torch."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

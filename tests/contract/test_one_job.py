@@ -1,7 +1,5 @@
 """What is simulated is what is trained: the same configuration gives both the same shape, memory, plans and shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any

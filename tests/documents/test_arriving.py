@@ -1,7 +1,5 @@
 """Documents of a stream: each is kept while it waits, and no longer."""
 
-from __future__ import annotations
-
 from itertools import chain, repeat
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every epoch visits every document of every store once; a mixture keeps the shares; all of it can be continued."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from itertools import pairwise

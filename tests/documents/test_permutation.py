@@ -1,7 +1,5 @@
 """The order of an epoch: every document once, as random as one wants, the same everywhere."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray

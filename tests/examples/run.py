@@ -1,7 +1,5 @@
 """One rank of a small run of an example: prints which tokens all ranks trained, and how often, as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

@@ -1,7 +1,5 @@
 """The examples of stacks that run without a GPU, small, in processes of their own; torchtitan's is run by its test."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

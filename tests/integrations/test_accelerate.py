@@ -1,7 +1,5 @@
 """Planned steps under Accelerate: exact on two processes, and what would step or divide otherwise is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 from functools import partial

@@ -1,7 +1,5 @@
 """The Axolotl plugin, under Axolotl's own classes or, where it is not installed, stand-ins with their interface."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """What is trained of a document: masks and padding are honoured, and nothing that a model could use is lost."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Lightning module of docs/stacks/loop.md: whole steps, exact gradients, and checkpoints that continue exactly."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

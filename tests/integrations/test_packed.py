@@ -1,7 +1,5 @@
 """Packed steps and the collator: tokens, labels and counts are those of the documents, and states are exact."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue

@@ -4,8 +4,6 @@ Stand-ins have the signatures of slime 624b824, prime-rl 559b447, SkyRL a956457,
 and deal micro-batches to ranks as those do. With checkouts on ``PYTHONPATH`` the packages' own functions run.
 """
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Under shadow mode frameworks train the same: Hugging Face's Trainer to the bit, others each document once."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mistakes in a configuration are told in one line that names the setting."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

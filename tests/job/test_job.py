@@ -1,7 +1,5 @@
 """One job answers alike whoever asks, and in the type and on the schedule that it really runs."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps hold every document once, and planning goes on from any step as if it had never stopped."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ What it computes of packed documents is what ``transformers`` does (``huggingfac
 are the model in ``tests/training/test_equivalence.py``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Made-up prices of documents on the ranks of a stage, for tests of level steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

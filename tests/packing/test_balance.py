@@ -1,7 +1,5 @@
 """``wlb.balance``: every document once, under the limit, as even as documents allow, and possible or refused."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import re

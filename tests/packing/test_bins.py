@@ -1,7 +1,5 @@
 """Largest differencing: every document once, parts almost even, and a case worked by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

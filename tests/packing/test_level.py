@@ -1,7 +1,5 @@
 """Level steps: every document once, nobody over its tokens, nobody waiting in a circle, all ranks done together."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

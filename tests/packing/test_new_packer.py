@@ -1,7 +1,5 @@
 """The packer that CONTRIBUTING shows is one class: registered, it is a packer like the others."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

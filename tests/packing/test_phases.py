@@ -1,7 +1,5 @@
 """Documents with several costs: every document once, within the limits."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps of equal micro-batches, in which long documents are cut into slices."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Cases are timed in turns, long ones alone and short ones many at a time."""
 
-from __future__ import annotations
-
 from wlb.profiling.timing import Case, Clock, measure_in_turns
 
 

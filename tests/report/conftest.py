@@ -1,7 +1,5 @@
 """One small piece of evidence, and run directories as a training job writes them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The gain is a ratio of throughputs, and its interval covers what it says it covers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

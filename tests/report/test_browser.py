@@ -1,7 +1,5 @@
 """Reports in a real browser: headless Chromium, if there is one, shows them without errors or requests."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

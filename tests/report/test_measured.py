@@ -1,7 +1,5 @@
 """A report on a training run: its own figures, alone and beside another, and readable mistakes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

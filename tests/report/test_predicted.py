@@ -1,7 +1,5 @@
 """A report on lengths: complete, safe, self-contained, and its recommendation is a configuration."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What is drawn as lost is what the verdict counts as lost."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The trace has the form that Perfetto and Chrome read, and shows the simulated step."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from itertools import pairwise

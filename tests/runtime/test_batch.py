@@ -1,7 +1,5 @@
 """The shards of all ranks together are the batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Prices and speeds found in a job's own steps: right, the same on all ranks, and settled in spite of noise."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """A mistake that only one rank can see ends all of them, at once and in the same words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

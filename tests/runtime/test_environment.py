@@ -1,7 +1,5 @@
 """What any loop sets for GPUs, once, and what comes too late; with a fake of CUDA."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 from typing import Any

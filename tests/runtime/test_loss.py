@@ -1,7 +1,5 @@
 """The chunked loss against PyTorch's own, and what it holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

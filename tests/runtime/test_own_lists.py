@@ -1,7 +1,5 @@
 """Level steps in a loop of one's own: exact under DDP and FSDP2, also after a kill, and free of deadlocks."""
 
-from __future__ import annotations
-
 import os
 import signal
 from functools import partial

@@ -1,7 +1,5 @@
 """Batches against a token-by-token oracle, over random plans."""
 
-from __future__ import annotations
-
 import os
 import threading
 from dataclasses import replace

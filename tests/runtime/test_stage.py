@@ -1,7 +1,5 @@
 """Pipeline stages of any module: micro-batches of different lengths in any order, exact in float64."""
 
-from __future__ import annotations
-
 from itertools import accumulate
 
 import pytest

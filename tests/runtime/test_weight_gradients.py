@@ -1,7 +1,5 @@
 """A backward in two parts gives the gradients of one, whatever is around the linear layers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 

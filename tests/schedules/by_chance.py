@@ -1,7 +1,5 @@
 """Lists of operations that a pipeline can run, drawn by chance."""
 
-from __future__ import annotations
-
 import random
 
 from wlb.schedules.operations import Operation, RankOperations

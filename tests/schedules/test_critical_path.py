@@ -1,7 +1,5 @@
 """Operation lists by the longest remaining path: they can run, within their memory, and nearly as fast as any could."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How blocks are dealt to pipeline stages."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

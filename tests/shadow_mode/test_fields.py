@@ -1,7 +1,5 @@
 """Lengths are read from every kind of batch, as computed and without padding."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

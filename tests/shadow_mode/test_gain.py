@@ -1,7 +1,5 @@
 """A gain is what balanced steps take by prices that are found again, whatever the clock and wherever ranks wait."""
 
-from __future__ import annotations
-
 from math import isnan
 
 import numpy as np

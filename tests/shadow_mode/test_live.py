@@ -1,7 +1,5 @@
 """A loop under shadow mode trains the same batches, and what is found is exact by a clock that is."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import sys

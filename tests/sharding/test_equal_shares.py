@@ -1,7 +1,5 @@
 """Balanced sharding levels tokens and attention at once, cuts what it must, and moves no more than that is worth."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a group takes, against ranks that run layer after layer and wait where ``wlb.attention`` makes them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

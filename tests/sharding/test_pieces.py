@@ -1,7 +1,5 @@
 """Many micro-batches at once are sharded and priced exactly as one at a time."""
 
-from __future__ import annotations
-
 import doctest
 
 import numpy as np

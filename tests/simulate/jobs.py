@@ -1,7 +1,5 @@
 """Small jobs, and documents for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pools and their micro-batches, given or decided by simulation."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """One number: every command says of a job what ``wlb check`` says, and what it assumes of it is said."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

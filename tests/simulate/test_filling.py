@@ -1,7 +1,5 @@
 """Documents that fill steps, and those that do not."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import numpy as np

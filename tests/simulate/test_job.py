@@ -1,7 +1,5 @@
 """Jobs from configurations, names and keywords, and what they refuse."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

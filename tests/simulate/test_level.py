@@ -1,7 +1,5 @@
 """What level steps take, and that they are level by the prices that they are planned by."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import islice, pairwise

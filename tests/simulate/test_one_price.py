@@ -1,7 +1,5 @@
 """Plan, sharder, simulator and report give one price of a micro-batch, and a measured profile is in all of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 from typing import Any

@@ -1,7 +1,5 @@
 """The rate by which jobs are chosen is the one that the simulator reports."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tests.simulate.jobs import documents, job

@@ -1,7 +1,5 @@
 """A simulated job runs the trainer's plans, and its means are those of its steps."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import numpy as np

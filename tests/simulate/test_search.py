@@ -1,7 +1,5 @@
 """The search finds the layout that is fastest of all, of every preset by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace

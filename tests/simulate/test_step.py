@@ -1,7 +1,5 @@
 """A step's seconds, and their division among causes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 from typing import Any

@@ -1,7 +1,5 @@
 """One verdict: what it is made of, which preset it names, and when it says to keep what one has."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod

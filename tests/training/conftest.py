@@ -1,7 +1,5 @@
 """The folder of a small job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -9,8 +9,6 @@ Processes are forked from a server that has imported once what they need (``test
 costs little.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import pickle
 import tempfile

@@ -1,7 +1,5 @@
 """Token sources for tests, in memory and picklable."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

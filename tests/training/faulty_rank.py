@@ -7,8 +7,6 @@ NCCL's: they never raise, but the store gets NCCL's key, and the flight recorder
 before tests call it hung. ARGUMENTS are those of a rank, or ``train`` and those of ``wlb train``.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

@@ -1,7 +1,5 @@
 """What training has to come to: a plain loop over single documents, in one process, on the unparallelised model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Jobs as processes that tests signal and kill: started, waited for, and never left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """A step whose loss is not finite ends the job, names the documents to blame and leaves the weights as they were."""
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

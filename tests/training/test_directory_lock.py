@@ -1,7 +1,5 @@
 """A directory belongs to one job at a time, and must be the same one for all ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.training.jobs import job

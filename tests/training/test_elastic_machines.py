@@ -1,7 +1,5 @@
 """With ``parallel.dp = "auto"`` a job goes on with fewer machines when one is lost, and with more when it returns."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

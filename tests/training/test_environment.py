@@ -1,7 +1,5 @@
 """What a rank takes from its surroundings: threads, and the type it computes in."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """One failure is told, once, and in one line where that is enough."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

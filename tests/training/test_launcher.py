@@ -1,7 +1,5 @@
 """Whole jobs, started as a user starts them: what is written, and how they end when something goes wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A job on a mixture, with shards, a loss mask and a sliding window, goes on in another layout with the same steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which weights decay, and a gradient norm over shards and stages."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

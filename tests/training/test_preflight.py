@@ -1,7 +1,5 @@
 """What is decided and refused before a job starts, its L_max by memory above all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

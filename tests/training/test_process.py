@@ -1,7 +1,5 @@
 """Training goes on where nobody reads what it says."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

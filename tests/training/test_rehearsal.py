@@ -5,8 +5,6 @@ of one process that runs one document at a time. Then the same job loses a quart
 continues from its checkpoint on the others, with dp 3 instead of 4; its losses have to be the same again.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job whose ranks are killed goes on as if nothing had happened, as long as it gets anywhere."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """A job that hangs ends by itself and says which rank is missing; the faults are real."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor

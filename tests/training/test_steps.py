@@ -1,7 +1,5 @@
 """The loader hands out what the plan says, ahead of time, and its state is that of the step last handed out."""
 
-from __future__ import annotations
-
 import json
 import time
 from contextlib import closing

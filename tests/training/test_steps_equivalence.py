@@ -4,8 +4,6 @@ The job is the trainer itself, with its loader, sharding, gradient clipping and 
 gets the same plans, runs one segment at a time on the unparallelised model and updates it with AdamW.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SIGTERM, sent as schedulers send it: the job saves the step it is in and leaves, all ranks at the same step."""
 
-from __future__ import annotations
-
 import os
 import signal
 

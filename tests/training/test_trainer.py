@@ -1,7 +1,5 @@
 """The training loop: the whole epoch, a stop where ranks planned different steps, plans by measured prices."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

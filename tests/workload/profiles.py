@@ -1,7 +1,5 @@
 """Profiles as if measured: of any seconds, or of what the analytic workload says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

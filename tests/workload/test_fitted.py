@@ -1,7 +1,5 @@
 """Prices fitted to measured micro-batches: found again, under noise and outliers, and as a profile."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

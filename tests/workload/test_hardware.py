@@ -1,7 +1,5 @@
 """Rates of a device in the type that a job computes in."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which links a group gets, against published measurements, and that everything is priced by the same ones."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Presets beside published measurements: the table of published_measurements.md says what the presets give."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ received. Short work is measured many at a time, as it comes in a micro-batch. T
 key/value heads (or half, where that is what there is).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """W_a and W_l of one block by the code of ``wlb profile``, and sizes that the profile has not seen."""
 
-from __future__ import annotations
-
 import torch
 
 from benchmarks.parts.gpu.setting import Comparison, Result, Setting, Workloads

@@ -3,8 +3,6 @@
 Times are those of one transformer block on one device. All of a section's work takes turns (``measure_in_turns``).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field

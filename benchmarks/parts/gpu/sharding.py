@@ -5,8 +5,6 @@ that other ranks would have sent, forward and backward. Not measured: the exchan
 that do the same work are measured once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ of two runs. ``exchange`` is attention of one long and some short documents over
 take alone. ``levels`` trains the same documents in level steps and in lock step, by ``wlb train``.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

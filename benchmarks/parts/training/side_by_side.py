@@ -15,8 +15,6 @@ Ranks that compute at the same time slow each other, most of all on two hyperthr
 waits is faster. Ranks of a job that is given by ``--one-at-a-time`` in place of ``--job`` take turns to compute.
 """
 
-from __future__ import annotations
-
 import argparse
 import fcntl
 import functools

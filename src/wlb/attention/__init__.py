@@ -18,8 +18,6 @@ Q queries and K keys of one call of a back end · H query heads · G key/value h
 values side by side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch.distributed as dist

@@ -17,8 +17,6 @@ travel. In its backward it leaves their gradients for the earlier slice, which a
 returns (``wlb.attention.slices``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -16,8 +16,6 @@ the earlier slices as this one attends (``wlb.attention.slices``). These count a
 as received keys with negative positions.
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass, replace
 from itertools import pairwise

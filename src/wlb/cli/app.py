@@ -4,8 +4,6 @@
 Commands import what they need when they run, so that ``wlb --help`` answers at once.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import inspect

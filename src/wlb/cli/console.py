@@ -1,7 +1,5 @@
 """What every command shares: results on stdout, everything else on stderr."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """``wlb export``: a checkpoint as a Hugging Face model."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated

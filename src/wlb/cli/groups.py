@@ -1,7 +1,5 @@
 """Groups of options: dataclasses whose fields are options, which a command takes as one parameter."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, is_dataclass

@@ -4,8 +4,6 @@ They are planned in order of arrival, and each is kept until all of it is traine
 again from its beginning and skipping the trained documents.
 """
 
-from __future__ import annotations
-
 import zlib
 from array import array
 from collections.abc import Callable, Iterable

@@ -7,8 +7,6 @@
 checks that lengths are whole and positive, and keeps their order. It refuses text, and says how to count its tokens.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

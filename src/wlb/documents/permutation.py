@@ -7,8 +7,6 @@ promises to keep, so the order is the same on every platform and version. Levant
 TensorFlow and Grain shuffle in the same way.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

@@ -6,8 +6,6 @@ window. The paper publishes the figure, not its data; the parameters are this pr
 of documents longer than t falls as 1/t; lengths beyond the window are set to it.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

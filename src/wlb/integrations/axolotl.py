@@ -6,8 +6,6 @@ sample_packing: false       # because the plugin packs
 wlb: {cp: 2}                # optional settings of wlb.integrations.huggingface.balanced
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import BaseModel

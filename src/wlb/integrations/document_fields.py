@@ -7,8 +7,6 @@ None. Text, single numbers, and lists or dictionaries of text are ignored. Any o
 would lose it.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number

@@ -4,8 +4,6 @@ Whole documents are packed without padding. Positions restart with each document
 loss of a step is the sum over its labelled tokens, divided by their number on all ranks (``PackedBatch.loss``).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, KeysView, Mapping, Sequence

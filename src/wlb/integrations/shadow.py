@@ -1,7 +1,5 @@
 """Shadow mode in Hugging Face's Trainer and its derivatives (TRL, Axolotl, LLaMA-Factory, ms-swift)."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import TrainerCallback

@@ -3,8 +3,6 @@
 Every mistake becomes a ``UserError`` that names the key, the value and what is allowed.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Callable, Iterable, Mapping

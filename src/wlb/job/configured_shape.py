@@ -3,8 +3,6 @@
 Only ``config.json`` is read. ``wlb.models.configured_model`` builds the model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

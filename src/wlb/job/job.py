@@ -5,8 +5,6 @@ A ``Job`` and the lengths of documents determine the steps (``wlb.job.planner``)
 configuration, a name or keywords (``wlb.simulate.job``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -4,8 +4,6 @@ Prices are those of ``wlb.sharding.latency``, divided over stages by their numbe
 head. They are rounded to whole nanoseconds before any choice, so that all machines choose the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -7,8 +7,6 @@ packer and the steps that the packer returned together with this one. Restoring 
 proportional to what is pending.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Packers of other steps price documents by W_a + W_l of an even group. The price 
 group shards it, so packed micro-batches are priced again (``Job.priced_as_run``) and arranged by that.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The model to train, as ``[model]`` describes it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from wlb.job.config import ModelConfig

@@ -5,8 +5,6 @@ name, block). So any layout and any type of the weights starts from the same num
 the rows that it holds.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

@@ -18,8 +18,6 @@ attention and the rest have different forward shares, which matters where worklo
 sorted and added in a fixed order, so all machines choose the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import replace

@@ -13,8 +13,6 @@ lengths of a step:
 A document without room is trained in the next step, which then takes in fewer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

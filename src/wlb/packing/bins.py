@@ -4,8 +4,6 @@ Bin packing is NP-hard, so the search gives up after a fixed number of placement
 the same bins.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heappop, heapreplace

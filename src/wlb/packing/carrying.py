@@ -12,8 +12,6 @@ Algorithm 1 of WLB-LLM (section 4.2) tries the micro-batch with the least work, 
 document without room there has room nowhere. Two heaps find both in O(log N), so placing n documents takes O(n log N).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush

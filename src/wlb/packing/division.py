@@ -9,8 +9,6 @@ finally with a search. Few documents are also divided from a second start (``wlb
 better division is kept.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from functools import cache
 from itertools import pairwise

@@ -7,8 +7,6 @@ exchange makes the heavier part lighter. The search stops when the heaviest part
 heavy because of one expensive document is set aside, and the others are balanced further.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate, combinations

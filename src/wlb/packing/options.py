@@ -3,8 +3,6 @@
 They are keyword arguments of ``make_packer`` and keys of [packing], and mean the same in all methods.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self

@@ -6,8 +6,6 @@ Everything still waiting is explicit state that survives a round trip through JS
 exactly as the original would have.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat

@@ -3,8 +3,6 @@
 A new packer is one new file, one line in ``PACKERS``, and one in ``wlb.packing.options.METHODS``.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import ValidationError

@@ -5,8 +5,6 @@ ends; attention does not cross the cut. Pieces of an overlong document that meet
 again, so documents are cut only between micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from itertools import chain, islice
 

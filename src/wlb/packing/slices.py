@@ -11,8 +11,6 @@ trains its own documents. The slices of a document follow each other. Seconds ar
 the same plan.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -10,8 +10,6 @@ Two things go beyond the paper. A document that has waited ``max_delay`` steps i
 fewer fresh documents when many are carried over, so the carry-over cannot grow without bound.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ Profiled sizes are powers of a ratio; interpolation between them is exact for an
 random, so they fall between profiled sizes and on no multiple of a tile. The same rounds measure both.
 """
 
-from __future__ import annotations
-
 import platform
 import re
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The result is the median over rounds. Warm-up calls decide how often a round repeats each piece of work.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar

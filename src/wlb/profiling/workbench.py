@@ -4,8 +4,6 @@ Many short documents are measured at a time, as in a packed micro-batch, because
 inputs are cut from the same few buffers, so that a long document needs its memory only once.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The lines and the table that commands print below a verdict."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from wlb.job.memory.fit import fits

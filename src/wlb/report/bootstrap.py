@@ -5,8 +5,6 @@ over is in the next. Both series are redrawn at the same places, where they hold
 covers which documents happen to arrive. It does not cover errors of the workload model or of machines.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

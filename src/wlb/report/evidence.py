@@ -3,8 +3,6 @@
 The presets are those of every other command (``wlb.simulate.estimate``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property

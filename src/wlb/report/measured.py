@@ -1,7 +1,5 @@
 """The report on a training job: what its ranks measured, alone or compared with an earlier job."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

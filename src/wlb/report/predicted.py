@@ -1,7 +1,5 @@
 """The report on document lengths: what a job loses to imbalance, and how much faster each preset runs it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from wlb.documents.lengths import what_was_read

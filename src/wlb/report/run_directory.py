@@ -1,7 +1,5 @@
 """The measured steps of a training job, read from ``steps.jsonl`` in its ``metrics.dir``."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What every GPU of a simulated step does, and when."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 

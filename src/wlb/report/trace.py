@@ -6,8 +6,6 @@ waiting and communication are an event of their own; the gaps between operations
 ranks run alike and share a thread.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

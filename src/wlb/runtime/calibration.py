@@ -13,8 +13,6 @@ more than noise explains, inside an interval and between intervals. They also ch
 collect samples. So plans settle.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ thread, which stand still while it waits in a collective. Autograd runs CPU grap
 thread takes part in every parallel kernel. The time between two CUDA events includes collectives.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

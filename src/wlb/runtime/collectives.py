@@ -1,7 +1,5 @@
 """Collectives with which ranks agree before they start, so that no rank waits for a failed one."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress

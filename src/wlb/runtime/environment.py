@@ -4,8 +4,6 @@ docs/training.md has each setting with its reason. What the user has set stays. 
 loop that calls us later is told what to export.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import suppress

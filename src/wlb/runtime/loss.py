@@ -6,8 +6,6 @@ rows at a time, so that memory holds only the scores and their gradient, in the 
 over which the trainer writes the gradient.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

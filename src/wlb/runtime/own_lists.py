@@ -11,8 +11,6 @@ This file and ``stage`` use private parts of FSDP2, the same in torch 2.11 to 2.
 ``post_backward`` of a group, which adds up gradients and reduces them, and the end of a backward of the root module.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext

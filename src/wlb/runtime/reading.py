@@ -7,8 +7,6 @@ A plan numbers documents as ``epoch * documents_in_store + index_in_store``; fun
 size of the store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar

@@ -15,8 +15,6 @@ micro-batches through the three ``*_one_chunk`` methods and reductions through `
 of micro-batches in ``_step_microbatches``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache

@@ -5,8 +5,6 @@ and plans again by measured prices. Every process plans by itself, and one with 
 and train others twice. So processes compare the plan of each step, and a state knows its documents and their order.
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections import deque

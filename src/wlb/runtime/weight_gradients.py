@@ -4,8 +4,6 @@ In the first part linear layers keep their input and the gradient of their outpu
 gradients of weight and bias from these. All other parameters get their gradients in the first part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -9,8 +9,6 @@ its forwards once the documents before it have gone backward (the banker's rule)
 memory. All seconds are whole ticks, so that every machine makes the same lists.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate

@@ -1,7 +1,5 @@
 """The number of processes along each dimension, how the pipeline runs, and which blocks a stage holds."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -6,8 +6,6 @@ A schedule is one list of operations for each rank; which operation waits for wh
 on a rank; with one stage it is 1F1B.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import NamedTuple
 

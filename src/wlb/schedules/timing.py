@@ -10,8 +10,6 @@ earlier waves. A wave is then one NumPy operation over all its ranks, and over a
 are priced together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple

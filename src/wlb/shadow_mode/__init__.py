@@ -4,8 +4,6 @@
 the times and plans the same documents again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

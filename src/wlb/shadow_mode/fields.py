@@ -1,7 +1,5 @@
 """Reads the lengths of documents from batches of many kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any

@@ -1,7 +1,5 @@
 """Computes a gain from measured steps: fits prices to them, and plans the same documents by these prices."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest

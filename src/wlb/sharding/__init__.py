@@ -16,8 +16,6 @@ What you may touch: a new strategy is one file and a line in ``STRATEGIES``. It 
 ``Pieces`` that cover every token once; ``tests/sharding`` checks that. Attention reads nothing but the ``ShardPlan``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache

@@ -4,8 +4,6 @@ Per-document sharding balances the ranks, but cuts short documents into chunks t
 per-sequence (head-tail) sharding does the opposite. The faster one is chosen for every micro-batch.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from wlb.sharding.latency import Priced, Shards

@@ -20,8 +20,6 @@ Arrays hold all micro-batches side by side. Tokens and attention are whole numbe
 not depend on which others are divided with it.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

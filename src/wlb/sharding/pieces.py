@@ -3,8 +3,6 @@
 With all plans in one table, a question about thousands of plans takes only a few NumPy operations.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import NamedTuple
 

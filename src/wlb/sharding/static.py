@@ -3,8 +3,6 @@
 Both cut into 2 x CP chunks and give rank r chunks r and 2 x CP - 1 - r: a cheap head with its expensive tail.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from wlb.sharding.pieces import Integers, MicroBatches, Pieces, merged

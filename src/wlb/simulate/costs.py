@@ -3,8 +3,6 @@
 The ``Costs`` of the job (``wlb.workload.costs``), here ``rank``, price micro-batches. Seconds are of one GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """The documents of each step, and whether the documents fill a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import numpy as np

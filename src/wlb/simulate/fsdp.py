@@ -7,8 +7,6 @@ block at a time beside computing, so the collective of a block costs time only a
 a block.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

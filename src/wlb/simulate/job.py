@@ -6,8 +6,6 @@ GPUs. Assumed: its shape is that of Llama 3 405B, and a data-parallel rank runs 
 pipeline ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 

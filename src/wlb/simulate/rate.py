@@ -4,8 +4,6 @@
 do the studies, whose policies without a ``StepPlan`` sum them themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice

@@ -10,8 +10,6 @@ because a layout that balances badly may be lucky in a few steps. A draw is a sh
 All rates count the same work, priced on a single GPU.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ its spread is that of the single draws. Warm-up steps do not count: a preset tha
 queue and would look fast until the queue is full.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property

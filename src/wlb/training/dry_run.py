@@ -4,8 +4,6 @@ It starts no process and changes no file, so a job of any size can be tried on a
 elsewhere, synthetic documents take its place; their tokens are all zero and take no memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The environment of a rank: its device and process group, and the model and hardware that the job names."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

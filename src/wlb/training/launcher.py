@@ -4,8 +4,6 @@ Ranks, and the check before them, are forked from a server that has imported wha
 of it, so it has one thread and no CUDA. If a rank was killed or the job hung, all ranks restart from a checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

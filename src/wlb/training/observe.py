@@ -4,8 +4,6 @@ Rank 0 writes ``steps.jsonl``, ``evaluation.jsonl`` and the files of TensorBoard
 resumed job removes the lines after its checkpoint, reading only the end, and a new job renames an older file.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

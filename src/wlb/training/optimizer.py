@@ -1,7 +1,5 @@
 """AdamW, its learning rate at every step, and the norm of gradients that are sharded over the whole job."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

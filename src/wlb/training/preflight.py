@@ -1,7 +1,5 @@
 """Decide and check everything before a job starts, so that a mistake costs a second and not a queue slot."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The part of the model that a rank holds; all ranks build theirs together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

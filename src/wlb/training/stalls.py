@@ -8,8 +8,6 @@ rank has begun and not ended. NCCL raises nothing: a minute after a time-out it 
 the store first, and a thread that waits for the key names the ranks and ends this one before.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -4,8 +4,6 @@ The document order follows from the token store and some settings. If one of the
 would repeat some documents and leave out others, so it is refused.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

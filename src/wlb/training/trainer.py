@@ -5,8 +5,6 @@ micro-batches through its pipeline stages. After the backward passes the ranks a
 and step the optimizer, and rank 0 writes the metrics. Checkpoints save everything, including the loader's state.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -4,8 +4,6 @@ A rank keeps nothing worth saving outside its checkpoints, so it ends at once on
 gone. Only a signal leaves it time to save (``process``).
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import multiprocessing

@@ -1,7 +1,5 @@
 """Types of prices, and the prices that packing needs."""
 
-from __future__ import annotations
-
 from typing import Literal, Protocol
 
 import numpy as np

@@ -5,8 +5,6 @@ backward (after WLB-LLM, section 4.1, which profiles W_a and W_l). If ranks wait
 job can measure only the slowest of them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any

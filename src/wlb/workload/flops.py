@@ -4,8 +4,6 @@ Everything here counts, for the whole model on one GPU; ``wlb.workload.costs`` h
 is two operations.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

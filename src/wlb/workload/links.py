@@ -14,8 +14,6 @@ The latency of a message grows with its steps: the ranks of a ring, or the peers
 published measurements; tests/workload/published_measurements.md has the error at each size.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal, NamedTuple
 

@@ -6,8 +6,6 @@ keys disagree, ``layer_types`` decides, as in ``transformers``. Types are strict
 shape is refused by name. ``wlb.models.huggingface.config_json`` reads what training needs beyond the shape.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

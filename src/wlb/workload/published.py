@@ -1,7 +1,5 @@
 """Models by name: the presets, and those of a Hugging Face directory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from wlb.errors import UserError, choose_from

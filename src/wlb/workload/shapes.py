@@ -4,8 +4,6 @@ A model is a sequence of blocks of attention and a feed-forward layer. Blocks ma
 sliding window, and the feed-forward layer may be a mixture of experts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass

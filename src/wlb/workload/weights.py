@@ -4,8 +4,6 @@ Matrices are counted; norms, biases and scalars of heads or experts are not, les
 ``tests/workload/test_weights.py`` compares with published counts and with models that ``transformers`` builds.
 """
 
-from __future__ import annotations
-
 from wlb.workload.shapes import BlockKind, ModelShape
 
 

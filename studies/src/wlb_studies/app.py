@@ -1,7 +1,5 @@
 """The ``wlb-studies`` command: comparisons, the paper's evaluation and published measurements."""
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 from wlb import __version__

@@ -5,8 +5,6 @@ Minimise the largest micro-batch workload, where document i costs ``seconds[i]``
 with L_max and prices W_a + W_l it is Equation 2 (section 4.1, variable-length packing). Solved by HiGHS through SciPy.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -3,8 +3,6 @@
 Most pictures are ``grouped_bars``, often of a table's columns, or ``lines_over_tokens``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,7 +1,5 @@
 """The documents that fill some steps, cut as a data loader would."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

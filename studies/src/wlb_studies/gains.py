@@ -3,8 +3,6 @@
 Each system runs in its own fastest layout, on enough documents for the steps of all draws without repeats.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -7,8 +7,6 @@ steps; the tail that ``drain`` leaves is shorter than a step. Speeds include the
 all documents, so no method looks fast because its long documents still wait.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace

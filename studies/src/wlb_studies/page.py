@@ -1,7 +1,5 @@
 """The page of ``wlb-studies page``; Streamlit runs this file from top to bottom whenever a choice changes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import time

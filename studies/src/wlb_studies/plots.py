@@ -4,8 +4,6 @@ In every picture, as in the HTML report of ``wlb report``, baselines are grey an
 timelines computing is blue-grey and waiting is red.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path

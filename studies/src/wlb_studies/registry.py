@@ -4,8 +4,6 @@ An experiment takes ``Settings`` and returns a ``Report`` (``experiment``): tabl
 simulated or measured, the paper's findings and whether they hold, the assumptions, and a picture.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from wlb_studies import gains

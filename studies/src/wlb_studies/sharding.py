@@ -4,8 +4,6 @@ Micro-batches are consecutive windows of the documents, cut where the window end
 strategy shards the same micro-batches.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Search outlier thresholds and L_max of ``variable_length`` for the best trade-off on a sample."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations

@@ -1,7 +1,5 @@
 """A calibrated job loses less to wrong prices and to a slow GPU than one that keeps what it assumed."""
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What the page on training quotes of steps: sizes, delay and cuts are those of the plans."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line of the studies as tests run it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from tests.cli.conftest import run

@@ -1,7 +1,5 @@
 """What the commands of the studies have in common: examples, mistakes in one line, and the next command."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``wlb-studies paper``: files, labels and mistakes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``wlb-studies rivals`` as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The systems that experiments run, what a data loader makes of documents, and that all systems get the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

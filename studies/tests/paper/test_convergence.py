@@ -1,7 +1,5 @@
 """What is concluded from losses and the order of documents, and a run of two steps by every method."""
 
-from __future__ import annotations
-
 from typing import IO
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Every experiment, made small: labelled columns, finite numbers, a picture, JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import cache

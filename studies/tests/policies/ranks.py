@@ -1,7 +1,5 @@
 """Ranks of a small job, and documents for them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

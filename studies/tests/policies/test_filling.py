@@ -1,7 +1,5 @@
 """Bins: every document once, none over its capacity, and cases worked by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st

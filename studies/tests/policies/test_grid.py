@@ -1,7 +1,5 @@
 """The rivals experiment: its table, what it finds, and that jobs that are done are not computed again."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path

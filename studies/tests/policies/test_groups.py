@@ -1,7 +1,5 @@
 """Policies that form groups: their published invariants on random documents, and a case of each worked by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

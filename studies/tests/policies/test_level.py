@@ -1,7 +1,5 @@
 """The experiment of level steps, on a job that is small."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Policies that move attention: equal tokens, tolerances and blocks on random documents; bytes worked by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

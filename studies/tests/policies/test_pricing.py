@@ -1,7 +1,5 @@
 """Prices of plans: those of the simulator where it runs the same, and what switching and mixing add."""
 
-from __future__ import annotations
-
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

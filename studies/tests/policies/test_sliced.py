@@ -1,7 +1,5 @@
 """Pipelines of slices: every token once, lists that run, published cases by hand, and no price below the work."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, chain

@@ -1,7 +1,5 @@
 """Measured batches on files that the simulator itself makes: what was run is recovered, and exactly predicted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

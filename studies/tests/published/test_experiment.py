@@ -1,7 +1,5 @@
 """``wlb-studies validate``: every row in order, summaries, JSON, a picture."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

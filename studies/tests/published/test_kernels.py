@@ -1,7 +1,5 @@
 """Published kernels, links and distributed attention: what is priced, and that it is near."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Published measurements as files: the project's own, other people's, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from importlib.resources import files

@@ -1,7 +1,5 @@
 """What experts on several ranks and overlapping collectives cost, against counts made by hand."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from itertools import islice

@@ -1,7 +1,5 @@
 """Rows of published tables as simulated steps: units, models, layouts, and what has no prediction."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

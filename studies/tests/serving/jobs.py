@@ -1,7 +1,5 @@
 """Prefill jobs for the tests of policies."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st

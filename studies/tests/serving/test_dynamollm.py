@@ -1,7 +1,5 @@
 """DynamoLLM: prompts stay in their bin's pool, pools in their GPUs, and the choice is the cheapest that is in time."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from itertools import combinations, product

@@ -1,7 +1,5 @@
 """LoongServe: prompts whole, groups apart, degrees from an exact programme, nobody passed over, no migration."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

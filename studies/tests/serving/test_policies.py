@@ -1,7 +1,5 @@
 """Every policy does the same work on the same GPUs, and is priced by the same rules."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

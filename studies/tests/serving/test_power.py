@@ -1,7 +1,5 @@
 """Watts over the clock: known at both ends, steeper above the transition, least energy for the same work there."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

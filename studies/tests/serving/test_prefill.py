@@ -1,7 +1,5 @@
 """Whatever arrives, however it is batched: every prompt is prefilled once, in order, within budget; none starves."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

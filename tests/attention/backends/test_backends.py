@@ -1,7 +1,5 @@
 """All that a back end computes: own keys, received keys, keys in a window, and the merging that it allows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """The CUDA back end on fake tensors of a GPU; its results, the other tests prove with ``cuda_on_cpu``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A corpus of files of every kind."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

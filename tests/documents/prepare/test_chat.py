@@ -1,7 +1,5 @@
 """Conversations become text by a template, and exactly what the assistant says becomes labels."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import Counter

@@ -1,7 +1,5 @@
 """Whole runs of ``prepare_store``: every document is in the store or in the counts, and a kill leaves no store."""
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import json

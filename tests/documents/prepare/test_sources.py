@@ -1,7 +1,5 @@
 """Every kind of source gives the documents that were put into it, and names what it could not take."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Work in other processes, of this machine or of a Ray cluster, comes back in order or is one clear line."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Stores without a sidecar, as Megatron-Core and datatrove leave them."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from pathlib import Path

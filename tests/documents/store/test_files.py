@@ -1,7 +1,5 @@
 """Stores at URLs against the same stores on a disk, on servers that fail, stop in the middle and change."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections import deque

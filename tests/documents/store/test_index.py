@@ -1,7 +1,5 @@
 """Lengths read from the index where they are asked for, and the identity of an index."""
 
-from __future__ import annotations
-
 import struct
 import tracemalloc
 from collections.abc import Sequence

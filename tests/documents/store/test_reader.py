@@ -1,7 +1,5 @@
 """Many stores as one, shards or a mixture: counted through, opened a few at a time, refused where they differ."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """The store against the real Megatron-Core reader and writer, and against damaged files."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

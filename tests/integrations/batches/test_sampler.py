@@ -1,7 +1,5 @@
 """The planned batch sampler: every document once an epoch, whole steps, no empty batch, and exact states."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections import Counter

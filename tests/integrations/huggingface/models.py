@@ -1,7 +1,5 @@
 """Small models of ``transformers``, documents, and a balanced ``Trainer``; what they come to one document at a time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

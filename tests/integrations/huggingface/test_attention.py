@@ -1,7 +1,5 @@
 """Unmodified Hugging Face models under our attention, against one document at a time in float64."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The largest L_max that fits the memory, of jobs with and without a bound on a step's documents."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 

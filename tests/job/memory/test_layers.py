@@ -1,7 +1,5 @@
 """The memory model's layers against what PyTorch allocates: exactly what is held, and the peaks beside it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 

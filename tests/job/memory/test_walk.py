@@ -1,7 +1,5 @@
 """The memory model: sums that follow from arithmetic, of dense models and others, and directions that always hold."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

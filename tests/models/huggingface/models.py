@@ -1,7 +1,5 @@
 """Tiny random models of ``transformers``, and ``transformers`` computing in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """What ranks run in tests of pretrained weights, without ``transformers``, whose import takes a process seconds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Both ways, our scores are those of ``transformers``, document for document."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What we would compute wrongly, or cannot read, is refused by name."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

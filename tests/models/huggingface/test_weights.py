@@ -1,7 +1,5 @@
 """Jobs that start from a Hugging Face directory: what they take from it, in every layout, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """HTML as a browser reads it: elements with their attributes, and text."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 

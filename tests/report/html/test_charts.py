@@ -1,7 +1,5 @@
 """Charts are well-formed, accessible, and as long as their values."""
 
-from __future__ import annotations
-
 import re
 from xml.etree import ElementTree
 

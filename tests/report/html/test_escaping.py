@@ -1,7 +1,5 @@
 """Nothing that comes from outside becomes an element or an attribute."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Checkpoints that no job has written, and what can happen to the files of any."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 MOUNT is a shell command on DIRECTORY, ``$1``. What the directory holds in the end is printed, as nothing else sees it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

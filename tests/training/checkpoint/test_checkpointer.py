@@ -1,7 +1,5 @@
 """A job that was stopped and continued trains exactly what an uninterrupted one trains."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

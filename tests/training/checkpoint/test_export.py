@@ -1,7 +1,5 @@
 """A trained checkpoint becomes a model that ``transformers`` scores as the job did, with its tokenizer."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real faults of disks and files: what the user reads, and that the job goes on exactly as long as it can."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """Whatever happens to the files of a checkpoint is noticed, and deleting old ones never deletes the last good one."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from itertools import product

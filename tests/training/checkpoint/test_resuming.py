@@ -1,7 +1,5 @@
 """Which checkpoint a job continues from, and that it is of the same model: whatever differs is named."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The held-out loss in every layout is that of the documents alone, and measuring it changes nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """steps.jsonl holds every step once, whatever happened to its writers: what a killed job left is cut off."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path

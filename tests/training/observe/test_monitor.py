@@ -1,7 +1,5 @@
 """Traces of all ranks."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a real job says of itself, and model FLOPs against a count of every product's operations."""
 
-from __future__ import annotations
-
 import re
 from itertools import count
 

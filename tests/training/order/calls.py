@@ -4,8 +4,6 @@ They are those of ``torch.distributed`` (FSDP, pipeline, key/value exchange) and
 parallelism). Messages of one ``batch_isend_irecv`` have the same ``batch``: the library may run them in any order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

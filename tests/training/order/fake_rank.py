@@ -5,8 +5,6 @@ Tensors are fake, so operators compute shapes and types only. Their device is th
 needs a PyTorch that was built for the device of its tensors; the GPU's kernels are chosen by name.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager, nullcontext

@@ -8,8 +8,6 @@ for the first call of all its members, as NCCL sets it up then. Whatever gets th
 overlap. Nothing in these rules depends on which message arrives first.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby

@@ -4,8 +4,6 @@ Every rank's attention really runs, forward and backward, with a process group t
 after each layer of the backward of its last micro-batch stands for FSDP's reduction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

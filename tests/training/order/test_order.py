@@ -1,7 +1,5 @@
 """No order of calls of a real job can hang, and the proof would notice one that can."""
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The memory model, and the bytes that the simulator prices, against fake ranks of large jobs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Places of ranks."""
 
-from __future__ import annotations
-
 import itertools
 
 from tests.training.distributed import run_ranks

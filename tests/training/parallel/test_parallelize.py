@@ -4,8 +4,6 @@ Every strategy computes the same numbers to the last bit, and attends as often a
 all lengths, and compute what they compute uncompiled.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from unittest import mock

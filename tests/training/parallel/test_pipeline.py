@@ -1,7 +1,5 @@
 """Running steps: what is refused, what is returned, and lower precision. Exactness is test_equivalence's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A back end is a module with the three functions of ``AttentionBackend``. None of
 ``segment_attention`` and ``context_parallel_attention`` make differentiable functions of them.
 """
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from torch import Tensor

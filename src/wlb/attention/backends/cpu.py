@@ -8,8 +8,6 @@ window. A sequence with a window runs in blocks of queries, each with a mask ove
 sees, so that time is still proportional to the attended area.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ Both passes follow ``torch.nn.attention.activate_flash_attention_impl``. Under
 FlashAttention 3 (hopper/flash_bwd_launch_template.h) is not.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import numpy as np

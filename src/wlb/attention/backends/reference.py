@@ -6,8 +6,6 @@ in float32.
 R is the number of query heads that share a key/value head; ``wlb.attention`` explains the other letters.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -8,8 +8,6 @@ On many machines each process makes the store of one shard of the corpus; ``prep
 these stores trains as one, with the documents in the same order.
 """
 
-from __future__ import annotations
-
 import glob
 from collections import Counter
 from collections.abc import Callable, Iterator

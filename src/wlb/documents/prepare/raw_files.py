@@ -4,8 +4,6 @@ Readers stream what they find: a text, a list of messages, or a ``Reject`` for a
 container makes the whole file an error.
 """
 
-from __future__ import annotations
-
 import codecs
 import gzip
 import io

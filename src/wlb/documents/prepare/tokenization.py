@@ -4,8 +4,6 @@
 directory that holds one. ``train_bpe`` trains a new one on text. Tokenizers can be pickled for worker processes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

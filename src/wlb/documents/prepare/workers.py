@@ -3,8 +3,6 @@
 https://docs.ray.io/en/latest/ray-core/fault_tolerance/tasks.html says what Ray does about failures.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

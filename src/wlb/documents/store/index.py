@@ -17,8 +17,6 @@ The file is mapped into memory and read only where a document is needed. Every r
 offsets must agree with the lengths of its sequences. Opening a store checks a sample this way, ``check`` checks all.
 """
 
-from __future__ import annotations
-
 import mmap
 import struct
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Every process plans by itself. A process with another seed, other documents or a
 documents and train others twice. So before the first step the processes compare what they are about to train.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Mapping

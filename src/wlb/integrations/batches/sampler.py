@@ -1,7 +1,5 @@
 """A batch sampler with planned batches: each item is the list of documents of one micro-batch."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """For loops outside our trainer: their job, what identifies its steps, and the items of a step."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Our attention as a ``transformers`` attention implementation, and the models for which it is exact."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial

@@ -4,8 +4,6 @@ The check compares micro-batches with their documents one at a time: wrong masks
 that are means of means. Single documents use the model's own attention (``sdpa``), to find anything that ours lacks.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

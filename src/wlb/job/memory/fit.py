@@ -4,8 +4,6 @@
 as the documents of a global batch fill.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from dataclasses import replace

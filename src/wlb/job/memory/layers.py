@@ -5,8 +5,6 @@ Counted tensor by tensor for the model that ``wlb.training`` trains, after the m
 attention are counted in the same way, but cannot be compared, as nothing here runs them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

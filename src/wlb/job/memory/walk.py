@@ -9,8 +9,6 @@ micro-batches are in flight, and of which lengths, follows from the walk.
 ``wlb.job.memory.layers`` has the memory of each layer. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Only families that ``wlb.models.transformer`` implements can be trained. ``wlb.w
 the shape. Any key that would make the model compute something else is refused by name.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

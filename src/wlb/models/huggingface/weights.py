@@ -3,8 +3,6 @@
 Pickled weights (``.bin``) are not read.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterator

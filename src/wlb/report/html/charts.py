@@ -1,7 +1,5 @@
 """Charts: document lengths, bars, intervals and lines over steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

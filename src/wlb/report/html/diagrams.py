@@ -1,7 +1,5 @@
 """Diagrams of a parallel job: when ranks wait, and what shards attend."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 

@@ -5,8 +5,6 @@ scales with the page, with text, boxes, lines and axes in it. Colours are classe
 once for light and once for dark.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 A content security policy forbids the page to load or run anything, should something slip through the escaping.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Training pauses only while tensors are copied to host memory. They are saved und
 other layouts can read as well.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait

@@ -1,7 +1,5 @@
 """Export a checkpoint to a Hugging Face directory, in one process without a process group."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

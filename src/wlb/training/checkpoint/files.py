@@ -4,8 +4,6 @@ The manifest has everything that is not a tensor, and the size and SHA-256 of ev
 the checksums in its own files. A checkpoint is written in a hidden directory, which is renamed when it is complete.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

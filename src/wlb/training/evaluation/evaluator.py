@@ -4,8 +4,6 @@ Ranks of the last stage sum the losses of tokens in float64, separately for ever
 (``held_out``); then all ranks add their sums. So the layout changes the result only by rounding.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from contextlib import nullcontext

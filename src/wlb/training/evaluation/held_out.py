@@ -4,8 +4,6 @@ Every document of ``evaluation.store`` is scored once. Documents longer than the
 Micro-batches are balanced by the job's own prices, the same at every step. Documents of similar length share a bucket.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import count, pairwise, takewhile

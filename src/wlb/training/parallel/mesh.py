@@ -1,7 +1,5 @@
 """The processes of a job, arranged as pp x dp x cp x tp, and the rank of each in every dimension."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

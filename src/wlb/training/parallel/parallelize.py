@@ -5,8 +5,6 @@ compiles and recomputes its blocks, shards it over all data- and context-paralle
 allocates memory and fills in weights. Parameters keep their names from the plain model.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps

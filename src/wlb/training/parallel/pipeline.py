@@ -8,8 +8,6 @@ The loss is the cross entropy summed over labelled tokens, divided by those of t
 cannot change a gradient. Gradients accumulate over micro-batches and are summed over ranks once per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial

@@ -7,8 +7,6 @@ Between the pairs, norms included, every rank holds an equal part of the tokens,
 size; ``shard_batch`` sees to that. Embedding, head and the scores for the loss are split by vocabulary.
 """
 
-from __future__ import annotations
-
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (

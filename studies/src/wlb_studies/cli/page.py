@@ -1,7 +1,5 @@
 """``wlb-studies page``: the verdict of ``wlb check`` in a browser, as you change the job."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import socket

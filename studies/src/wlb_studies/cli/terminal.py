@@ -1,7 +1,5 @@
 """What the comparisons of several methods share on a terminal: progress of each, and tables of many columns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import TypeVar

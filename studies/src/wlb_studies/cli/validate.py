@@ -1,7 +1,5 @@
 """``wlb-studies validate``: compare the simulator with published GPU measurements."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -9,8 +9,6 @@ others repack its documents (Algorithm 1 and section 7.1). By then the loader ha
 window, for all systems alike. ``cut_by_loader`` does the same, so every system computes the same attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property

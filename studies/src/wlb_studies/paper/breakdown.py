@@ -4,8 +4,6 @@ With dp 1 and as many micro-batches as pipeline ranks, as in the paper, there is
 So the same job is shown again with four data-parallel ranks and four times as many micro-batches on each.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

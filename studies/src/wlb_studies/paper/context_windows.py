@@ -5,8 +5,6 @@ or documents that grow in proportion to the window (only without a file). Up to 
 for 128K. Longer windows get more context-parallel ranks, so that each still has at most 128K tokens of a micro-batch.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise

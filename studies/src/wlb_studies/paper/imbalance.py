@@ -6,8 +6,6 @@ micro-batches as there are pipeline ranks, and each step counts alone. Latency i
 waiting; tensor-parallel ranks are alike.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Simulated: the H100 preset, one layer of 7B. Measured: a profile of this machine
 and machine differ from the paper's, so compare the shape of the curve, not its numbers.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

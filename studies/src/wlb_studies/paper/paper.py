@@ -5,8 +5,6 @@ values, in text or table, are left out rather than read off a plot. The layouts 
 ``wlb.simulate.job``.
 """
 
-from __future__ import annotations
-
 from wlb.schedules.layout import Layout
 
 # Section 1 and Figure 1 (a): the slowest of 8K GPUs that train a 405B model at 128K, over "the others".

@@ -4,8 +4,6 @@ The paper's ranks gather all keys and values with every strategy; our ranks gath
 attends. This is the main reason that per-document sharding costs more than per-sequence sharding here. Both are shown.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ paper's layouts. Planned operation lists, whose backward is split, are public kn
 so the paper's systems may use them too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Table 2: how well packing methods balance micro-batches, and how long they take."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from wlb.documents.segments import Segment

@@ -5,8 +5,6 @@ interrupted experiment continues, and finished runs are not repeated. As many ru
 with one thread each.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

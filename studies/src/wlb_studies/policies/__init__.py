@@ -5,8 +5,6 @@ them up with the simulator's own workload, links, FSDP and pipelines, and ``comp
 Each file names its source and its assumptions; docs/rivals.md compares the policies.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence

@@ -7,8 +7,6 @@ loss is normalised by tokens and all ranks form one group.
 Assumed: with and without a pipeline; no selective offloading, no hidden states on the host.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from wlb_studies.policies.filling import Integers, best_fit, longest_first

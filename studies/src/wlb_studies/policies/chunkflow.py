@@ -8,8 +8,6 @@ Assumed: the last chunk of a document stays alone; best fit packs short ones; do
 each to the pipeline with the fewest; no interleaved stages, as none are described. K and the size are searched.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from wlb.job.job import Job

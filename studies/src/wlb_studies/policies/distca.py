@@ -14,8 +14,6 @@ Assumed: idle stages of a pipeline in lockstep serve (``distca``) or not (``dist
 Assumed in its favour: micro-batches even in attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Bytes are for one layer and one tensor-parallel rank, with values as wide as act
 output each have ``heads`` x ``head_dim`` values; a key with its value has twice ``kv_heads`` x ``head_dim``.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

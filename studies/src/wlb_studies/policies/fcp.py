@@ -8,8 +8,6 @@ Assumed: a memory cap of 1.25 even shares; reshuffling is not hidden; keys and v
 its favour: no adapter ever serves two at once.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from wlb.workload.flops import attended_pairs

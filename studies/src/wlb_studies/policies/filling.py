@@ -1,7 +1,5 @@
 """Bin packing that several policies share: in order, by fit, or into the lightest bin."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

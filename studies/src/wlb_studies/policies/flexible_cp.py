@@ -8,8 +8,6 @@ Assumed: as few micro-batches as hold all documents, even in predicted seconds. 
 out, so giving ranks one by one to the slowest group finds the same; groups of one wait for no other rank.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from heapq import heapify, heapreplace

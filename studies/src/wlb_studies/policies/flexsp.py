@@ -14,8 +14,6 @@ tokens, and a micro-batch without any solution is halved.
 Assumed: the simplifications above; one layout is tried; pipeline size 1.
 """
 
-from __future__ import annotations
-
 import math
 from importlib import import_module
 from typing import NamedTuple

@@ -6,8 +6,6 @@ code, which anyone has, runs the policies ``_ON_SOURCES``: a byte counts as a to
 ``OUT/rivals/`` and reused with the same settings, so an interrupted run continues.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

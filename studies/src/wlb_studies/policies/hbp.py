@@ -10,8 +10,6 @@ Assumed: 8,192 to the window, doubling; profiles are simulated; kinds of checkpo
 ring exchange hidden as ours is, which it also allows; one step runs all lengths, no curriculum; pipeline size 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -8,8 +8,6 @@ Assumed: up to four buckets, with the quartiles of tokens as bounds that make th
 overlapped, and a GPU receives only what it lacks.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ documents. The program (HiGHS) has 50 nodes and a gap of 1% in place of half a s
 longest first replaces it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass

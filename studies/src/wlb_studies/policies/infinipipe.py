@@ -8,8 +8,6 @@ Assumed in its favour: each document goes to the pipeline with the least work; e
 memory needs; simulation finds the number of chunks. Assumed: no interleaved stages; a chunk has at most one tail.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -6,8 +6,6 @@ layouts that fit; the most promising are tried, and the policy's own losses deci
 may free weights after every micro-batch or keep them to the end of the step: both are tried.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache

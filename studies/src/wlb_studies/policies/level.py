@@ -5,8 +5,6 @@ fixed groups. The same layout also runs level steps planned as if all ranks were
 lock-step pools.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from itertools import islice

@@ -7,8 +7,6 @@ block of queries and a group of heads go, heads first, to the rank under a soft 
 Assumed: a cap of 2%; four chunks of heads; tiles of 8,192 queries. Assumed in its favour: tokens even inside a pool.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -9,8 +9,6 @@ Assumed: fixed groups, as large as a window needs; keys and values in four parts
 even in attention.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 

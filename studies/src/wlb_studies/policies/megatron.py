@@ -8,8 +8,6 @@ Assumed of both dynamic policies: ring exchange is hidden as ours is. Assumed of
 synchronising with the host and broadcasting for each document cost nothing.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field

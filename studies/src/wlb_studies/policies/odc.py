@@ -10,8 +10,6 @@ needs, as it has no context parallelism; weights cross nodes through each GPU's 
 through the step; pipeline size 1.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -3,8 +3,6 @@
 Layouts, steps and speeds are the same as in ``wlb check``: the same search and the same simulation of each draw.
 """
 
-from __future__ import annotations
-
 import time
 from itertools import islice
 

@@ -6,8 +6,6 @@ rank in every micro-batch give the step: ranks that share a micro-batch start it
 and a step ends when the slowest rank has reduced gradients and updated weights.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -9,8 +9,6 @@ Assumed in its favour: best fit packs whole documents into sequences of at most 
 parts of packed documents; a backward in two parts runs as in ZB-H1 wherever nothing is recomputed.
 """
 
-from __future__ import annotations
-
 from wlb.job.job import Job
 from wlb_studies.policies.filling import Integers
 from wlb_studies.policies.sliced import SlicedPlan, cut_at, even_cuts, packed_sequences

@@ -9,8 +9,6 @@ groups share every slice by document; ranks recompute no more than they have to.
 does; if sequences have different numbers of slices, ranks of a stage run ahead only as far as the next sequence needs.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -10,8 +10,6 @@ slices, also interleaved; simulation finds the number of units. Assumed: if one 
 context-parallel groups hold it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

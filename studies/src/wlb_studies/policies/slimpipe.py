@@ -9,8 +9,6 @@ documents are packed into sequences of at most a window, as for Seq1F1B. ``slimp
 last stage, to show what spreading it is worth.
 """
 
-from __future__ import annotations
-
 from wlb.job.job import Job
 from wlb_studies.policies.filling import Integers
 from wlb_studies.policies.sliced import SlicedPlan, cut_at, even_cuts, packed_sequences

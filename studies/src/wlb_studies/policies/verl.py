@@ -7,8 +7,6 @@ Groups are fixed; a micro-batch holds at most a group's token cap, and all ranks
 Assumed: if a balanced micro-batch exceeds the token cap, all ranks run more micro-batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

@@ -8,8 +8,6 @@ Assumed: b is 64,000 tokens up to the width of 8B models and 131,072 beyond, as 
 rank's capacity, there are more micro-batches.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from functools import cache
 

@@ -12,8 +12,6 @@ one. (The fifth of the batches furthest from the median is ignored here: the bat
 benchmark does not warm up, is often 10 to 40% slow and would decide a correlation.)
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

@@ -5,8 +5,6 @@ heads x 128 in bf16 on H100, FlashAttention-3, 8,192 tokens per GPU, all GPUs in
 per pack of documents. The systems are its baselines; kernels, links and memory are priced as everywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple

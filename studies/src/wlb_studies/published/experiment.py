@@ -3,8 +3,6 @@
 Nothing is fitted here and no row is left out: a row that cannot be simulated has a reason.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict

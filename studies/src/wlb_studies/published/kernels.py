@@ -5,8 +5,6 @@ also includes the host's launch time, which a training step hides. Collectives u
 without a price in the simulator have a reason.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence

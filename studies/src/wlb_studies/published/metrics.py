@@ -1,7 +1,5 @@
 """Convert published metrics into seconds of a step."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

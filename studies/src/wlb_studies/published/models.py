@@ -5,8 +5,6 @@ Quoted: GPT-3 and Nemotron from NVIDIA/NeMo (``nemo/collections/llm/gpt/model``)
 network without a gate (GPT-3, MPT, Nemotron) is modelled as SwiGLU with as many weights, two thirds as wide.
 """
 
-from __future__ import annotations
-
 import re
 
 from wlb.errors import UserError

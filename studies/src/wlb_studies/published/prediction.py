@@ -1,7 +1,5 @@
 """A published measurement and the simulator's prediction, and how well many of them agree."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ config of a run, and for each batch the lengths of its ``documents`` and its ``m
 refer to common fields by their index in ``shared``.
 """
 
-from __future__ import annotations
-
 import json
 from importlib.resources import files
 from pathlib import Path

@@ -11,8 +11,6 @@ the cheapest kind that is predicted to fit in GPU memory. A row marked ``functio
 has its own kind.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import dataclass, replace

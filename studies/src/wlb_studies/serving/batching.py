@@ -10,8 +10,6 @@ keys before it, so a token costs more the deeper it lies, and ``workload`` cuts 
 tokens. Without chunked prefill, ``workload`` puts prompts of similar length into the same pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

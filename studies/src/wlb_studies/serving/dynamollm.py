@@ -14,8 +14,6 @@ whole run (the paper re-decides instances every 30 minutes, degrees every 5 minu
 bins by output length have no meaning in a prefill.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence

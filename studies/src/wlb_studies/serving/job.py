@@ -1,7 +1,5 @@
 """The job of a prefill simulation: the prompts, GPUs and prices that every policy gets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

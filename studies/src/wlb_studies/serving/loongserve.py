@@ -15,8 +15,6 @@ point and the free memory), decoding does not compete for instances, and ranks w
 Degrees above 8 are powers of two and a macro-iteration has at most 128 prompts, to bound the program.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence

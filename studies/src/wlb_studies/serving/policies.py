@@ -3,8 +3,6 @@
 A new policy is one new file and one line in ``POLICIES``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple

@@ -8,8 +8,6 @@ voltage are assumed here, which makes the transition the most efficient clock.
 Hosts, switches and cooling are left out, and every kernel draws the same power.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 TRANSITION_CLOCK = 0.6  # assumed, as a share of the full clock

@@ -8,8 +8,6 @@ its first token when the pass with its last chunk leaves the last stage.
 Left out: decoding, K/V memory, scheduling time, and that only a prompt's last token needs the output head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice

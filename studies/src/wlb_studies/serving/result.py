@@ -1,7 +1,5 @@
 """Figures of a simulated prefill: time to the first token, throughput, GPU-seconds and energy."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
