@@ -254,7 +254,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "imbalance: micro-batches": [f"{r.imbalance['micro_batches']:.3f}" for r in systems],
         "imbalance: cp ranks": [f"{r.imbalance['cp']:.3f}" for r in systems],
         "imbalance: dp ranks": [f"{r.imbalance['dp']:.3f}" for r in systems],
-        "mean token delay, steps": [f"{verdict.token_delay(name):.3f}" for name in results],
+        "mean token delay, steps": [f"{results[name].token_delay:.3f}" for name in results],
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],
     }

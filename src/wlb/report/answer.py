@@ -74,7 +74,7 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
     spreads = {name: verdict.spread(name) for name in systems}
     rows[f"range in {verdict.draws} shuffles"] = [f"{low:.2f} to {high:.2f}" for low, high in spreads.values()]
     rows["speed at equal work"] = [f"{verdict.speed_at_equal_work(name):.2f}x" for name in systems]
-    delays = [verdict.token_delay(name) for name in systems]
+    delays = [verdict.systems[name].token_delay for name in systems]
     if max(delays) >= 0.005:
         rows["mean token delay, steps"] = [f"{delay:.2f}" for delay in delays]
     layouts = [system.job.layout for system in systems.values()]

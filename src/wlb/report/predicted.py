@@ -26,7 +26,7 @@ def predicted_report(evidence: Evidence, *, source: str) -> str:
         f"tokens/s of {name} over {BASELINE} ({low:.2f} to {high:.2f})": f"{judged.speed(name):.2f}x",
         f"time lost to imbalance, {BASELINE} → {name}": lost,
         f"tokens/s of {name}; of {BASELINE} {before.tokens_per_second:,.0f}": f"{after.tokens_per_second:,.0f}",
-        f"mean token delay of {name}, steps": f"{judged.token_delay(name):.2f}",
+        f"mean token delay of {name}, steps": f"{judged.systems[name].token_delay:.2f}",
     }
     passes = max(system.epochs for system in evidence.systems.values())
     read = what_was_read(source, evidence.lengths, before.job.context_window)

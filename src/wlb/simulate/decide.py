@@ -214,10 +214,10 @@ def _simulated(choice: Choice, lengths: DocumentLengths, prices: DocumentPrices)
     rated = rate(job, lengths, steps, prices, warm_up(job) if is_last else 0)
     margin = _ONE_BALANCED if balanced else min(_FARTHEST, _ONE_STEP * math.sqrt(_CERTAIN / (steps * windows)))
     return choice._replace(
-        no_room=is_last and balanced and sum(rated.step_tokens) < steps * windows * job.context_window,
+        no_room=is_last and balanced and rated.tokens < steps * windows * job.context_window,
         seconds=(1 if is_last else 1 - margin) / rated.work_rate,
         rounds=1 + is_last,
-        tokens_per_second=sum(rated.step_tokens) / rated.seconds,
+        tokens_per_second=rated.tokens_per_second,
     )
 
 

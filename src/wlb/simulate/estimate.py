@@ -347,27 +347,26 @@ class _Watched:
     """What is known so far of each system, also of those in a forked process: shares done, and tokens per second."""
 
     def __init__(self, systems: Sequence[str], on_progress: Progress, *, searches: bool = True) -> None:
-        self._places, self._told = {name: place for place, name in enumerate(systems)}, on_progress
-        self._known = RawArray("d", 3 * len(systems))  # shared with forked processes
+        self._systems, self._told = [*systems], on_progress
         self._search_share, self._here = _SEARCH if searches else 0.0, os.getpid()
+        # Shared with forked processes.
+        self._searches, self._rates, self._steps = (RawArray("d", len(systems)) for _ in range(3))
 
     def searched(self, system: str, done: float, rate: float) -> None:
-        self._tell(system, self._search_share * done, rate)
+        place = self._systems.index(system)
+        self._searches[place], self._rates[place] = done, rate
+        self.show()
 
     def simulated(self, system: str, all_steps: int, steps: int) -> None:
-        place = 3 * self._places[system]
-        self._known[place + 2] += steps
-        done = self._search_share + (1 - self._search_share) * self._known[place + 2] / all_steps
-        self._tell(system, done, self._known[place + 1])
-
-    def _tell(self, system: str, done: float, rate: float) -> None:
-        place = 3 * self._places[system]
-        self._known[place : place + 2] = [done, rate]
-        if os.getpid() == self._here:
-            self.show()
+        place = self._systems.index(system)
+        self._searches[place], self._steps[place] = 1.0, self._steps[place] + steps / all_steps
+        self.show()
 
     def show(self) -> None:
-        self._told({name: (self._known[3 * place], self._known[3 * place + 1]) for name, place in self._places.items()})
+        if os.getpid() == self._here:
+            both = zip(self._searches, self._steps, strict=True)
+            done = [self._search_share * searched + (1 - self._search_share) * run for searched, run in both]
+            self._told(dict(zip(self._systems, zip(done, self._rates, strict=True), strict=True)))
 
 
 def _searched(

@@ -48,8 +48,16 @@ class Rate:
         self.step_seconds += steps.seconds.tolist()
 
     @property
+    def tokens(self) -> int:
+        return sum(self.step_tokens)
+
+    @property
     def seconds(self) -> float:
         return sum(self.step_seconds)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
 
     @property
     def work_rate(self) -> float:

@@ -51,16 +51,8 @@ class SimulationResult(Rate):
         return len(self.step_seconds)
 
     @property
-    def tokens(self) -> int:
-        return sum(self.step_tokens)
-
-    @property
     def mean_step_seconds(self) -> float:
         return self.seconds / self.steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
 
     @property
     def block_seconds(self) -> float:

@@ -305,7 +305,7 @@ def _packed(job: Job, lengths: DocumentLengths) -> list[StepPlan]:
 
 def _rated(job: Job, lengths: DocumentLengths, prices: DocumentPrices) -> Rated:
     rated = rate(job, lengths, simulated_steps(job, lengths), prices, warm_up(job))
-    return Rated(job, rated.work_rate, sum(rated.step_tokens) / rated.seconds)
+    return Rated(job, rated.work_rate, rated.tokens_per_second)
 
 
 def _no_memory(space: SearchSpace, tried: int) -> UserError:

@@ -143,10 +143,6 @@ class Verdict:
                 return name
         return self.base
 
-    def token_delay(self, system: str) -> float:
-        """How many steps a token waits, mean over all tokens of all draws."""
-        return self.systems[system].token_delay
-
     def parts(self, system: str) -> dict[str, float]:
         """Where ``system`` spends its time on as many tokens as the base, as shares of the time of the base.
 
@@ -224,7 +220,7 @@ class Verdict:
             others = [f"{name} {self.speed(name):.2f}x" for name in smaller if name != self.winner]
             lines += [f"Others: {', '.join(others)}."] if others else []
         if shown != self.base:
-            delay = self.token_delay(shown)
+            delay = self.systems[shown].token_delay
             sharing = self.systems[shown].sharing
             lines += [f"{sharing}."] if sharing else []
             deferred = "No documents are deferred." if delay < 0.005 else f"On average a token waits {delay:.2f} steps."

@@ -101,7 +101,7 @@ def show(read: list[str], found: Estimate, steps: Mapping[str, Timeline], asked:
         st.text(line)
     with st.container(horizontal=True):
         st.metric(f"Tokens per second, {verdict.fastest}", f"{verdict.speed(verdict.fastest):.2f}x", width="content")
-        st.metric("Delay, steps", f"{verdict.token_delay(verdict.fastest):.2f}", width="content")
+        st.metric("Delay, steps", f"{verdict.systems[verdict.fastest].token_delay:.2f}", width="content")
         st.metric("GPU-hours saved a day", f"{found.gpu_hours_a_day:,.0f}", width="content")
     st.table(columns_of(verdict), border="horizontal", hide_index=True)
     st.subheader("One step of each")
