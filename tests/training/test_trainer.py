@@ -63,10 +63,11 @@ def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
     assert (summary["overlong"], summary["pending_documents"]) == (asdict(report), 0)
 
 
-def test_ranks_that_plan_differently_do_not_train(tmp_path, store):
-    config = configure(tmp_path, store, {"dp": 2})
+@pytest.mark.parametrize(("what", "pool"), [("steps", {"pool": 2}), ("layouts", {})])
+def test_ranks_that_plan_differently_do_not_train(tmp_path, store, what, pool):
+    config = configure(tmp_path, store, {"dp": 2, **pool})
     other = config.model_copy(update={"data": config.data.model_copy(update={"seed": 9})})
-    with pytest.raises(RankFailure, match="process 1 and process 0 planned different steps"):
+    with pytest.raises(RankFailure, match=f"process 1 and process 0 planned different {what}"):
         run_ranks(2, _train_with_own_data, config, other)
 
 
