@@ -24,10 +24,10 @@ from tests.training.distributed import run_ranks
 from wlb.documents.segments import OverlongReport
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
 from wlb.errors import UserError
-from wlb.integrations import packed
 from wlb.integrations.batches import PlannedBatchSampler
 from wlb.integrations.document_fields import ids_and_labels
 from wlb.integrations.packed import FlatteningCollator, packed_batches
+from wlb.runtime import steps as runtime_steps
 from wlb.workload import make_workload
 
 RANDOM = np.random.default_rng(0)
@@ -284,13 +284,13 @@ def _prefetched() -> int:
     steps = packed_batches(DOCUMENTS, **SIZES)
     step: Any = next(steps)
     taken, inside = queue.SimpleQueue[Any](), threading.Event()
-    gather = packed.gathered_rows
+    gather = runtime_steps.gathered_rows
 
     def gathers(row: Any, dtype: Any, device: Any, group: Any = None) -> torch.Tensor:
         inside.set()
         return gather(row, dtype, device, group)
 
-    packed.gathered_rows = gathers
+    runtime_steps.gathered_rows = gathers
     while step is not None:
         inside.clear()
         ahead = threading.Thread(target=lambda: taken.put(next(steps, None)), daemon=True)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.schedules.by_chance import operations_by_chance
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
-from wlb.runtime.stage import Pipeline, pipeline, run_order, variable_length_stage
+from wlb.runtime.stage import Pipeline, PlannedStage, pipeline, run_order
 from wlb.schedules.operations import BACKWARD, INPUT, WEIGHT, Operation, RankOperations, rank_operations
 
 WIDTH, VOCABULARY, STAGES = 6, 11, 8
@@ -79,7 +79,7 @@ def pipeline_of(
     """Of two ranks, with stages of equally many parts."""
     parts = STAGES // (2 * per_rank)
     stages = [
-        variable_length_stage(
+        PlannedStage(
             InARow(range(number * parts, (number + 1) * parts)),
             number,
             2 * per_rank,

@@ -36,12 +36,11 @@ from wlb.integrations.document_fields import (
 from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.collectives import agreeing_group, device_of, gathered_rows, sharing_group, warn
+from wlb.runtime.collectives import agreeing_group, device_of, sharing_group, warn
 from wlb.runtime.environment import set_up_gpu
 from wlb.runtime.loss import IGNORE_LABEL, packed_loss
-from wlb.runtime.own_lists import digest_of
 from wlb.runtime.reading import make_batch, read_batch
-from wlb.runtime.steps import PlannedSteps, RankStep, RankSteps
+from wlb.runtime.steps import PlannedSteps, RankStep, RankSteps, digest_of
 
 __all__ = ["FlatteningCollator", "PackedBatch", "PackedSteps", "cu_seqlens_of", "packed_batches", "packed_loss"]
 
@@ -214,6 +213,7 @@ class PackedSteps(RankSteps[PackedBatch]):
             raise UserError(f"{must} in order; leave out rank = {self._rank}, and give the data-parallel group")
         if shares and self.share.group is None:
             self.share = replace(self.share, group=sharing_group(self.job.layout.pool_size, self._processes.group))
+        self._alone, self._group = not ranks, agreeing_group(self._processes.group) if ranks else None
         self._begins = None
 
     def batch_of(self, documents: Sequence[Document]) -> PackedBatch:
@@ -222,14 +222,6 @@ class PackedSteps(RankSteps[PackedBatch]):
 
     def _where(self) -> torch.device | str:
         return self._device or _used_device(self._processes.group) or "cpu"
-
-    def _gathered(self, row: list[int]) -> list[list[int]]:
-        processes = self._processes
-        if processes.ranks == 1 or processes.world == 1:
-            return [row]
-        group = agreeing_group(processes.group)
-        rows: list[list[int]] = gathered_rows(row, torch.int64, torch.device("cpu"), group).tolist()
-        return rows
 
 
 packed_batches = PackedSteps

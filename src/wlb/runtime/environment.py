@@ -42,16 +42,11 @@ def set_up_gpu(device: torch.device | None = None, *, shares: bool = True, say: 
     _done = device is not None or torch.cuda.is_initialized()
     if _done and activate_fast_attention(torch.device("cuda")):
         done.append("FlashAttention 3")
-    if done:
-        on_first_rank(say, f"wlb: set {', '.join(done)}")
+    lines = [f"wlb: set {', '.join(done)}"] if done else []
     if late and shares:
-        order = f"export {_ORDER}=1 before the job starts, or ranks may deadlock"
-        on_first_rank(say, f"wlb: warning: NCCL has begun; {order}")
-
-
-def on_first_rank(say: Callable[[str], None], line: str) -> None:
-    """``say`` the ``line``, on rank 0 of all processes only."""
-    if (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0:
+        lines += [f"wlb: warning: NCCL has begun; export {_ORDER}=1 before the job starts, or ranks may deadlock"]
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    for line in lines if rank == 0 else ():
         say(line)
 
 

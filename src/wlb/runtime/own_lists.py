@@ -11,7 +11,6 @@ This file and ``stage`` use private parts of FSDP2, the same in torch 2.11 to 2.
 ``post_backward`` of a group, which adds up gradients and reduces them, and the end of a backward of the root module.
 """
 
-import hashlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, TypeVar
@@ -293,14 +292,3 @@ def gather_weights(model: nn.Module) -> list[UnshardHandle]:
         unit.reshard()  # an evaluation before the optimizer's step may have left old weights gathered
         handles.append(unit.unshard(async_op=True))
     return [handle for handle in handles if is_first and handle is not None]
-
-
-def fingerprint_of(plan: StepPlan) -> int:
-    """A number that is equal for plans with equal documents, places and ranks."""
-    of_ranks = [[(part.segments, part.ranks) for part in rank] for rank in plan.ranks]
-    return digest_of((plan.step, of_ranks))
-
-
-def digest_of(value: object) -> int:
-    """56 bits of the hash of ``repr(value)``, which fit an int64."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "little")

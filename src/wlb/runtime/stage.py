@@ -38,10 +38,18 @@ from wlb.schedules.timing import in_dependency_order
 
 
 class PlannedStage(PipelineStage):
-    """A stage that passes on a residual stream (rows, width), whose rows differ by micro-batch.
+    """A pipeline stage that passes on a residual stream (rows, width), whose rows differ by micro-batch.
 
-    ``example`` is one row of the stream, ``measuring`` a context for each forward and backward. See
-    ``variable_length_stage``.
+    Args:
+        module: The first stage takes token ids (rows,), every other stage the stream of the stage before it, (rows,
+            ``width``). All but the last return such a stream, and the last returns the input of the loss. Keywords of a
+            micro-batch reach every stage, and each stage gets its own ``attend`` (``of_one_stage``).
+        stage: Its number, of ``stages``; stage s runs on rank s modulo the ranks of ``group``.
+        width: Columns of the stream.
+        device: The device of the stage.
+        dtype: The type of the stream.
+        group: The pipeline ranks, in order; None is the default group.
+        measuring: A context around each forward and backward, called with "forward" or "backward" and the micro-batch.
     """
 
     def __init__(
@@ -49,14 +57,18 @@ class PlannedStage(PipelineStage):
         module: nn.Module,
         stage: int,
         stages: int,
-        example: Tensor,
-        group: dist.ProcessGroup | None,
-        measuring: Measuring,
+        *,
+        width: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        group: dist.ProcessGroup | None = None,
+        measuring: Measuring = lambda phase, micro_batch: nullcontext(),
     ) -> None:
-        inputs = example if stage else torch.empty(1, dtype=torch.int64, device=example.device)
+        example = torch.empty(1, width, dtype=dtype, device=device, requires_grad=True)
+        inputs = example if stage else torch.empty(1, dtype=torch.int64, device=device)
         self._weight_gradients = WeightGradients(module)
         super().__init__(
-            *(module, stage, stages, example.device),
+            *(module, stage, stages, device),
             input_args=inputs,
             output_args=example,
             group=group,
@@ -139,34 +151,6 @@ class PlannedStage(PipelineStage):
 def _reduces_in_backward(module: nn.Module) -> bool:
     by_replicate = hasattr(module, "set_requires_gradient_sync") and not isinstance(module, FSDPModule)
     return by_replicate or isinstance(module, DistributedDataParallel | FullyShardedDataParallel)
-
-
-def variable_length_stage(
-    module: nn.Module,
-    stage: int,
-    stages: int,
-    *,
-    width: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    group: dist.ProcessGroup | None = None,
-    measuring: Measuring = lambda phase, micro_batch: nullcontext(),
-) -> PlannedStage:
-    """Make ``module`` a pipeline stage that runs micro-batches of any length.
-
-    Args:
-        module: The first stage takes token ids (rows,), every other stage the stream of the stage before it, (rows,
-            ``width``). All but the last return such a stream, and the last returns the input of the loss. Keywords of a
-            micro-batch reach every stage, and each stage gets its own ``attend`` (``of_one_stage``).
-        stage: Its number, of ``stages``; stage s runs on rank s modulo the ranks of ``group``.
-        width: Columns of the stream.
-        device: The device of the stage.
-        dtype: The type of the stream.
-        group: The pipeline ranks, in order; None is the default group.
-        measuring: A context around each forward and backward, called with "forward" or "backward" and the micro-batch.
-    """
-    example = torch.empty(1, width, dtype=dtype, device=device, requires_grad=True)
-    return PlannedStage(module, stage, stages, example, group, measuring)
 
 
 class Pipeline(NamedTuple):

@@ -6,6 +6,7 @@ and train others twice. So processes compare the plan of each step, and a state 
 """
 
 import copy
+import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from wlb.documents.arriving import ArrivingDocuments
@@ -27,7 +29,7 @@ from wlb.runtime.batch import AnyBatch, Batch, RankSlice
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered_rows
 from wlb.runtime.loss import IGNORE_LABEL
-from wlb.runtime.own_lists import digest_of, fingerprint_of, names_ranks
+from wlb.runtime.own_lists import names_ranks
 from wlb.token_count import check_whole
 
 T = TypeVar("T")
@@ -84,23 +86,24 @@ class PlannedSteps(Iterator[PlannedStep]):
         self.stream = documents if isinstance(documents, ArrivingDocuments) else None
         self._documents, self._checks, self._epochs = documents, (fixed, remedy), epochs
         self._options: dict[str, Any] = {"epochs": epochs, "whole": True} | options
-        self._begin(job, first_epoch)
+        self.first_epoch = first_epoch
+        self.plan_by(job)
 
-    def _begin(self, job: Job, first_epoch: int, state: Any = None, changed: Iterable[str] = ()) -> None:
-        self._planned_for, self.first_epoch = job, first_epoch
-        self._planner = StepPlanner(job, self._documents, first_epoch=first_epoch, **self._options)
-        if state is not None:
-            self._planner.load_state_dict(copy.deepcopy(state), packed_otherwise="packing" in changed)
-        self.before_next = self._planner.state_dict() if changed or state is None else state
+    def plan_by(self, job: Job, after: Mapping[str, Any] | None = None, changed: Iterable[str] = ()) -> None:
+        """Plan the steps ``after`` this state of the planner for ``job``, which may have other prices or rank speeds.
+
+        ``changed`` are the kinds of settings that differ since the state. Without a state it begins anew.
+        """
+        self._planned_for = job
+        self._planner = StepPlanner(job, self._documents, first_epoch=self.first_epoch, **self._options)
+        if after is not None:
+            self._planner.load_state_dict(copy.deepcopy({**after}), packed_otherwise="packing" in changed)
+        self.before_next: Any = self._planner.state_dict() if changed or after is None else after
 
     def __next__(self) -> PlannedStep:
         step = next(self._planner)
         self.before_next = step.state
         return step
-
-    def plan_by(self, job: Job, after: Mapping[str, Any]) -> None:
-        """Plan the steps ``after`` this state of the planner for ``job``, with other prices or rank speeds only."""
-        self._begin(job, self.first_epoch, after)
 
     @property
     def overlong(self) -> OverlongReport:
@@ -132,7 +135,8 @@ class PlannedSteps(Iterator[PlannedStep]):
             self.stream.read_again(_documents_taken(planner), state["digest"], waiting_in(planner))
         elif self._epochs is not None and epoch > last:
             raise UserError(f"the state is in epoch {epoch + 1} and this run ends with epoch {last + 1}; raise epochs")
-        self._begin(self._planned_for, first_epoch, planner, changed)
+        self.first_epoch = first_epoch
+        self.plan_by(self._planned_for, planner, changed)
 
 
 def _documents_taken(planner: Mapping[str, Any]) -> int:
@@ -188,6 +192,8 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         self.job, self.share, self.calibration, self.ended_early = planned.job, share, calibration, False
         self._planned, self._read, self._asked_to_end = planned, read, asked_to_end
         self._measured: tuple[Any, Any] = (None, None)  # prices and speeds in the current plans
+        self._alone = False  # whether no other process takes these steps
+        self._group: dist.ProcessGroup | None = None  # of those that do
         self._ahead, self._threads = ahead, list[ThreadPoolExecutor]()
         self._begin()
         if state is not None:
@@ -207,7 +213,9 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         step, *marks = next(self._coming, (None, 0, 0, 0))
         seconds = time.perf_counter() - started
         with record_function("plan agreement"):
-            rows = self._gathered([*marks, self.share.dp_rank, self._asked_to_end()])
+            row = [*marks, self.share.dp_rank, self._asked_to_end()]
+            cpu = torch.device("cpu")
+            rows = [row] if self._alone else gathered_rows(row, torch.int64, cpu, self._group).tolist()
         labels, plans, shards, dp_ranks, ends = zip(*rows, strict=True)
         for what, made, alike in (("steps", plans, [0] * len(rows)), ("shards", shards, map(dp_ranks.index, dp_ranks))):
             for process, other in enumerate(alike):
@@ -227,23 +235,16 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         found: RankStep[AnyBatch] = replace(step, batches=batches, loss_tokens=loss_tokens, wait_seconds=seconds)
         return found
 
-    def _gathered(self, row: list[int]) -> list[list[int]]:
-        """``row`` of each process that takes this step, in rank order."""
-        rows: list[list[int]] = gathered_rows(row, torch.int64, torch.device("cpu")).tolist()
-        return rows
-
     def _loaded(self, planned: PlannedStep) -> tuple[RankStep[AnyBatch], int, int, int]:
         """The step, its labels on this rank, and marks of its plan and of the shards and operations of this rank."""
         plan, batches = planned.plan, self.share.batches(planned.plan, self._read)
-        fingerprint = fingerprint_of(plan)
-        if self._planned.stream is not None:
-            tokens = [self._planned.stream.marks[segment.document] for segment in plan.segments]
-            fingerprint = digest_of((fingerprint, tokens))
+        stream, of_ranks = self._planned.stream, [[(part.segments, part.ranks) for part in own] for own in plan.ranks]
+        tokens = None if stream is None else [stream.marks[segment.document] for segment in plan.segments]
         # If micro-batches name their ranks, ranks have different ones. Equal plans give equal shards, because shards
         # follow from whole lengths, without prices, which two machines may round differently.
         shared = [] if names_ranks(plan) else [batch.attend.shard_plan for batch in batches if batch.attend]
         shards = [[table.tolist() for table in shard_plan.pieces] for shard_plan in shared]
-        marks = fingerprint, digest_of((shards, plan.operations))
+        marks = digest_of((plan.step, of_ranks, tokens)), digest_of((shards, plan.operations))
         return RankStep(batches, 0, planned), sum(map(_labels, batches)), *marks
 
     def _plan_by_measured(self) -> None:
@@ -288,6 +289,11 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         """End the threads; safe to call twice."""
         for thread in self._threads:
             thread.shutdown(wait=True, cancel_futures=True)
+
+
+def digest_of(value: object) -> int:
+    """56 bits of the hash of ``repr(value)``, which fit an int64."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "little")
 
 
 def _labels(batch: Batch) -> int:

@@ -1,6 +1,5 @@
 """Decide and check everything before a job starts, so that a mistake costs a second and not a queue slot."""
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,7 +21,7 @@ from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import TransformerConfig
 from wlb.os_limits import usable_memory
 from wlb.runtime.collectives import gathered
-from wlb.runtime.steps import check_settings
+from wlb.runtime.steps import check_settings, digest_of
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import check_model, newest_checkpoint, read_manifest
 from wlb.training.environment import device_type, hardware_name, trained_model
@@ -73,7 +72,7 @@ def least_limit(device_type: str, local_processes: int) -> MemoryLimit:
 def check_agreed(job: Job) -> None:
     """Raise ``TrainingError`` if ranks decided on different jobs; called on every rank."""
     decided = f"{job.layout} {job.packing.in_use()} {job.profile}"
-    if len(set(gathered(hashlib.sha256(decided.encode()).hexdigest()))) > 1:
+    if len(set(gathered(digest_of(decided)))) > 1:
         raise TrainingError(
             "ranks decided on different jobs; the token store, training.profile and the version of wlb-llm must be the "
             "same on all machines, or give packing.max_length_factor, or parallel.pool and packing.rank_micro_batches"

@@ -14,8 +14,7 @@ from wlb.integrations.batches.steps import ItemsOfSteps, balanced_job, checked_l
 from wlb.integrations.document_fields import marks_of_some
 from wlb.job.planner import PlannedStep
 from wlb.packing.plan import StepPlan
-from wlb.runtime.own_lists import digest_of
-from wlb.runtime.steps import PlannedSteps
+from wlb.runtime.steps import PlannedSteps, digest_of
 
 
 class PlannedBatchSampler:

@@ -25,7 +25,7 @@ from wlb.runtime.calibration import Calibration
 from wlb.runtime.clock import ComputeClock
 from wlb.runtime.loss import packed_loss
 from wlb.runtime.own_lists import run_batches
-from wlb.runtime.stage import Pipeline, pipeline, run_order, variable_length_stage
+from wlb.runtime.stage import Pipeline, PlannedStage, pipeline, run_order
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import RankOperations
 from wlb.training.parallel.mesh import JobMesh
@@ -59,7 +59,7 @@ class PipelineRunner:
         self._pipeline: Pipeline | None = None
         if layout.pp > 1:
             stages = [
-                variable_length_stage(
+                PlannedStage(
                     module,
                     mesh.rank("pp") + chunk * layout.pp,
                     layout.stages,
