@@ -16,7 +16,7 @@ from wlb.runtime.batch import Batch
 from wlb.runtime.reading import labels_of_segments, make_batch
 from wlb.runtime.steps import RankStep
 from wlb.training.environment import trained_model
-from wlb.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from wlb.training.optimizer import build_optimizer, learning_rate
 from wlb.training.trainer import Trainer
 
 
@@ -39,7 +39,8 @@ def losses_of_single_documents(config: JobConfig, plans: Sequence[StepPlan]) -> 
             loss.backward()
             total += loss.item()
         _clip([weight.grad for weight in model.parameters() if weight.grad is not None], config.training.gradient_clip)
-        set_learning_rate([optimizer], learning_rate(step, config.training))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.training)
         optimizer.step()
         losses.append(total)
     return losses

@@ -1,7 +1,7 @@
 """AdamW, its learning rate at every step, and the norm of gradients that are sharded over the whole job."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,6 @@ def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.Ada
     fused = parameters[0].device.type == "cuda"
     filled = [g for g in groups if g["params"]]
     return torch.optim.AdamW(filled, lr=config.learning_rate, betas=config.betas, fused=fused)
-
-
-def set_learning_rate(optimizers: Iterable[torch.optim.Optimizer], rate: float) -> None:
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

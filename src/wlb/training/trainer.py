@@ -32,7 +32,7 @@ from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.observe import Monitor, Reporter
-from wlb.training.optimizer import clip_gradients, learning_rate, set_learning_rate
+from wlb.training.optimizer import clip_gradients, learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.preflight import CheckedJob, check_agreed, check_job, check_shared, directories_of, least_limit
 from wlb.training.process import Terminated, Termination, TrainingError, say
@@ -187,8 +187,9 @@ def train_step(
     """
     training = model.checked.config.training
     rate = learning_rate(step, training)
-    set_learning_rate(model.optimizers, rate)
     for optimizer in model.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
         optimizer.zero_grad()
     share = runner.run_step(loaded.batches, loaded.loss_tokens, loaded.plan.operations)
     loss, computed = monitor.exchange(share)

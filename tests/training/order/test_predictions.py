@@ -18,7 +18,6 @@ from wlb.sharding.latency import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.rate import simulate_step
 from wlb.training.dry_run import find_problems
-from wlb.training.parallel.mesh import mesh_shape
 from wlb.workload.links import Link
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
@@ -70,7 +69,8 @@ SHIPPED = [
 def test_a_rank_holds_what_the_memory_model_says(settings, ranks):
     job, runs = runs_of(*settings, ranks=ranks)
     for rank, run in runs.items():
-        pp, dp, cp, _ = map(int, np.unravel_index(rank, mesh_shape(job.layout)))
+        shape = job.layout.pp, job.layout.pools, job.layout.pool_size, job.layout.tp
+        pp, dp, cp, _ = map(int, np.unravel_index(rank, shape))
         shards = exchanged(job, run, dp, cp)
         exchanges = [
             Exchange(int(received) if kept else 0, int(max(received, sent)))

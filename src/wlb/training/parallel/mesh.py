@@ -8,8 +8,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wlb.schedules.layout import Layout
 
-MESH_DIMENSIONS = ("pp", "dp", "cp", "tp")
-
 
 @dataclass(frozen=True)
 class JobMesh:
@@ -39,7 +37,8 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
 
     The dimension that communicates most varies fastest, so it stays inside a node (WLB-LLM, section 2.1).
     """
-    work = init_device_mesh(device_type, mesh_shape(layout), mesh_dim_names=MESH_DIMENSIONS)
+    shape = layout.pp, layout.pools, layout.pool_size, layout.tp
+    work = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
     mesh = JobMesh(work, work["dp", "cp"]._flatten("dp_cp"))
     # NCCL sets up a group in its first call, in which all ranks must take part. But the first call may be an exchange
     # among some ranks of a context-parallel group, or the sum of tied embeddings at both ends of a pipeline.
@@ -47,8 +46,3 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
         if mesh.size(dimension) > 1:
             dist.all_reduce(torch.zeros(1, device=device_type), group=mesh.group(dimension))
     return mesh
-
-
-def mesh_shape(layout: Layout) -> tuple[int, ...]:
-    """The sizes of ``MESH_DIMENSIONS``."""
-    return layout.pp, layout.pools, layout.pool_size, layout.tp
