@@ -79,7 +79,7 @@ def test_the_page_shows_the_answer(answered: Any, file: Path):
     assert page.table[0].value.to_dict("list") == columns_of(verdict)
     assert [metric.value for metric in page.metric] == [
         f"{verdict.speed(verdict.fastest):.2f}x",
-        f"{verdict.token_delay(verdict.fastest):.2f}",
+        f"{verdict.systems[verdict.fastest].token_delay:.2f}",
         f"{found.gpu_hours_a_day:,.0f}",
     ]
     command, config = (code.value for code in page.code)
