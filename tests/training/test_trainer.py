@@ -63,11 +63,21 @@ def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
     assert (summary["overlong"], summary["pending_documents"]) == (asdict(report), 0)
 
 
-@pytest.mark.parametrize(("what", "pool"), [("steps", {"pool": 2}), ("layouts", {})])
-def test_ranks_that_plan_differently_do_not_train(tmp_path, store, what, pool):
-    config = configure(tmp_path, store, {"dp": 2, **pool})
-    other = config.model_copy(update={"data": config.data.model_copy(update={"seed": 9})})
-    with pytest.raises(RankFailure, match=f"process 1 and process 0 planned different {what}"):
+@pytest.mark.parametrize(
+    ("seed", "pool", "message"),
+    [(9, 2, "process 1 and process 0 planned different steps"), (0, 1, "ranks decided on different jobs")],
+)
+def test_ranks_that_plan_differently_do_not_train(tmp_path, store, seed, pool, message):
+    config, other = (
+        job(
+            tmp_path,
+            data={"store": str(store), "seed": of_seed},
+            parallel={"dp": 2, "pool": of_pool},
+            packing={"rank_micro_batches": 4},
+        )
+        for of_seed, of_pool in ((0, 2), (seed, pool))
+    )
+    with pytest.raises(RankFailure, match=message):
         run_ranks(2, _train_with_own_data, config, other)
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from wlb.errors import UserError
 from wlb.job.job import compute_type
 from wlb.models.transformer import Transformer
 from wlb.runtime.batch import RankSlice
@@ -14,7 +13,7 @@ from wlb.training.checkpoint.files import candidates
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
-from wlb.training.preflight import CheckedJob
+from wlb.training.preflight import CheckedJob, check_agreed
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,10 @@ class RankModel:
 def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
     """Arrange the ranks, agree on the checkpoints to start from, and build this rank's stages and their optimizers.
 
-    Raises ``UserError`` if ranks decided on different layouts, whose groups would wait for each other.
+    Raises ``TrainingError`` if ranks decided on different jobs, whose groups would wait for each other.
     """
     config, job, training = checked.config, checked.job, checked.config.training
-    layouts = gathered(job.layout)
-    if other := next((process for process, layout in enumerate(layouts) if layout != layouts[0]), None):
-        same = "give all the same documents, settings and version of wlb"
-        raise UserError(f"process {other} and process 0 planned different layouts; {same}")
+    check_agreed(job)
     execution = Execution(device, getattr(torch, compute_type(training, job.hardware.device_type)))
     mesh = build_mesh(job.layout, device.type)
     torch.manual_seed(training.seed)

@@ -34,7 +34,7 @@ from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.observe import Monitor, Reporter
 from wlb.training.optimizer import clip_gradients, learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.training.preflight import CheckedJob, check_agreed, check_job, check_shared, directories_of, least_limit
+from wlb.training.preflight import CheckedJob, check_job, check_shared, directories_of, least_limit
 from wlb.training.process import Terminated, Termination, TrainingError, say
 from wlb.training.rank_model import RankModel, build_model
 from wlb.training.stalls import BegunStep, stalls_named
@@ -53,7 +53,6 @@ def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     with joined_job(config) as device, stalls_named(limit, begun, termination), ExitStack() as held:
         memory = least_limit(device.type, local_processes)
         checked = on_every_rank(lambda: check_job(config, local_processes, memory))
-        check_agreed(checked.job)
         on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)
         on_every_rank(lambda: check_shared(config))
         return Trainer(checked, device, termination, begun).run()
