@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -251,9 +250,15 @@ def _check_scale(trainer: Any, inputs: Inputs, items: Any) -> None:
     processes, batches = trainer.args.world_size, trainer.args.gradient_accumulation_steps
     trainer.current_gradient_accumulation_steps = batches
     taken: list[Tensor] = []
-    instead = patch.object(trainer.accelerator, "backward", lambda loss, **_: taken.append(loss))
-    with instead, suppress(Exception):  # it may call loss.backward itself or read gradients, which fails here
-        trainer.training_step(trainer.model_wrapped, {**inputs}, items)
+    own = vars(trainer.accelerator)
+    kept = {name: value for name, value in own.items() if name == "backward"}
+    own["backward"] = lambda loss, **_: taken.append(loss)
+    try:
+        with suppress(Exception):  # it may call loss.backward itself or read gradients, which fails here
+            trainer.training_step(trainer.model_wrapped, {**inputs}, items)
+    finally:
+        del own["backward"]
+        own.update(kept)
     loss = float(taken[0] if taken else _loss(trainer, inputs, items))
     for mean in _mean_losses(trainer, inputs):
         times, close = loss / mean, partial(math.isclose, rel_tol=_TOLERANCE[torch.bfloat16])
