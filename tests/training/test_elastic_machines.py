@@ -98,8 +98,10 @@ def test_dp_follows_from_the_processes(config: Path) -> None:
     assert load_config(config, ["parallel.tp=2"], auto_dp=partial(dp_of, 4)).parallel.dp == 2
     with pytest.raises(UserError, match=r"3 processes were started, no multiple of pp x cp x tp = 2"):
         load_config(config, ["parallel.cp=2"], auto_dp=partial(dp_of, 3))
+    of_three = partial(Job.from_config, hardware="cpu", vocab_size=VOCABULARY)
+    assert of_three(load_config(config, auto_dp=partial(dp_of, 3))).layout.dp == 3
     with pytest.raises(UserError, match=r"must be a multiple of parallel\.dp = 3"):
-        Job.from_config(load_config(config, auto_dp=partial(dp_of, 3)), "cpu", vocab_size=VOCABULARY)
+        of_three(load_config(config, ["packing.method=sequential"], auto_dp=partial(dp_of, 3)))
     with pytest.raises(UserError, match=r"give a number: --set parallel\.dp=N"):
         load_config(config)
     with pytest.raises(UserError, match=r"parallel\.tp = .x.: must be a whole number"):
