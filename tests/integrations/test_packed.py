@@ -103,6 +103,13 @@ def test_a_stream_gives_the_steps_of_the_same_documents_in_order(documents):
         head = of_steps(islice(begun, taken))
         state = json.loads(json.dumps(begun.state_dict()))
         assert head + of_steps(packed_batches(iter(documents), **SIZES, state=state)) == expected
+    alone: dict[str, Any] = {
+        "dp": 2,
+        "rank": 1,
+    }  # one of two processes, which reads the documents of both to count labels
+    assert of_steps(packed_batches(iter(documents), **SIZES, **alone)) == of_steps(
+        packed_batches(documents, **SIZES, **alone, shuffle=False)
+    )
 
 
 class Arriving(IterableDataset[Any]):

@@ -4,6 +4,7 @@ import os
 import signal
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,8 +207,9 @@ def events_of_a_step() -> tuple[list[str], bool]:
     with pytest.raises(TypeError):  # a step that failed leaves nothing
         level_step(model, [*inputs, None], loss)  # type: ignore[arg-type]
     events.clear()
+    for_ddp: list[Any] = [*inputs, SimpleNamespace(is_empty=True)]
     with Collectives(events):
-        level_step(model, inputs, loss)
+        level_step(model, for_ddp, loss)
     noted = list(events)
     plain.set_reshard_after_forward(False)
     for index, x in enumerate(inputs):
@@ -314,8 +316,13 @@ def test_mistakes_of_a_loop_are_said_in_a_line():
         step.batches[0].loss("logits")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"give a tensor \(\d+, vocabulary\)"):
         step.batches[0].loss(torch.zeros(2, len(step.batches[0].tokens), 61))
-    with pytest.raises(UserError, match="state is a dict, not a result of state_dict"):
-        packed_batches(DOCUMENTS, context_window=256, micro_batches=1, model="tiny", state={"step": 1})
+    sizes: dict[str, Any] = {"context_window": 256, "micro_batches": 1, "model": "tiny"}
+    for state in ({"step": 1}, {"settings": {"seed": 1}, "first_epoch": 0, "planner": {}}):
+        with pytest.raises(UserError, match="the state is no result of state_dict"):
+            packed_batches(DOCUMENTS, **sizes, state=state)
+    for pool, message in ((1.0, "pool = 1.0 is not a whole number >= 1"), (2, "pool = 2 has no effect with method")):
+        with pytest.raises(UserError, match=message):
+            packed_batches(DOCUMENTS, **sizes, dp=2, rank=0, pool=pool, preset="plain-4d")
     with pytest.raises(UserError, match=r"packing: max_length_factor = 0\.5 leaves no room for a document"):
         steps_of(dp=1)
 

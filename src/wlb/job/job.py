@@ -105,6 +105,8 @@ class Job:
             )
         if not self.packing.is_balanced:
             self.packing.check_dealt(layout.dp)
+            if layout.pool not in (None, layout.cp):
+                raise UserError(f"pool = {layout.pool} has no effect with method {self.packing.method!r}; leave it out")
         elif layout.dp_cp > MOST_RANKS * self.global_batch:
             raise UserError(
                 f"dp x cp = {layout.dp_cp} ranks are over {MOST_RANKS} for each of the {self.global_batch} context "

@@ -42,7 +42,8 @@ class Batch:
     ``labels`` holds the next token of the document, or -100. ``position_ids`` count from 0 in each segment, or in a
     slice from the number of tokens before it. ``segment_lengths`` are those of the whole micro-batch, in packed order;
     ``slice_of`` locates the first segment in its document, if it is a slice. A part comes with its ``attention``.
-    ``loss_tokens`` counts the labelled tokens of the step on all ``ranks`` (dp x cp).
+    ``loss_tokens`` counts the labelled tokens of the step on all ``ranks`` (dp x cp). A batch that ``is_empty`` has no
+    documents, and one token without a label.
     """
 
     tokens: Tensor
@@ -53,6 +54,7 @@ class Batch:
     attention: ShardedAttention | None = None
     loss_tokens: int = 0
     ranks: int = 1
+    is_empty: bool = False
 
     @property
     def is_shared(self) -> bool:

@@ -65,7 +65,7 @@ class Calibration:
 
     @contextmanager
     def timing(self, batch: Any) -> Iterator[None]:
-        """Time what runs inside for ``batch``, a ``ShardedBatch`` or ``PackedBatch``, unless other ranks share it."""
+        """Time what runs inside for ``batch``, a ``Batch``, unless other ranks share it."""
         start = self._clock.mark()
         yield
         stop = self._clock.mark()

@@ -83,7 +83,7 @@ def level_step(
         batches: At least one. Ranks may have different numbers.
         loss_fn: Runs ``model`` on a batch and returns the loss of the batch as part of the step, a scalar
             (``PackedBatch.loss(logits)``). It must not call other collectives, so gather a second FSDP2 model before.
-        calibration: ``PackedSteps.calibration`` times the batches, if given.
+        calibration: Times the batches, if given.
 
     Returns:
         The sum of the losses, detached. Over all ranks it adds up to the loss of the step, times the number of ranks
@@ -171,8 +171,7 @@ def in_turn(
             unit.set_reshard_after_forward(False, recurse=False)
         for handle in gather_weights(model):
             handle.wait()
-        if units and len(batches) > 1 and getattr(batches[-1], "segment_lengths", None) == (1,):
-            # It is empty, for DDP (``own_micro_batches``), or a document of one token, which has no label either.
+        if units and len(batches) > 1 and getattr(batches[-1], "is_empty", False):  # for DDP (``own_micro_batches``)
             batches = batches[:-1]
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1

@@ -50,7 +50,7 @@ def make_batch(micro_batch: MicroBatch, store: TokenSource) -> Batch:
     """
     if not micro_batch.segments:
         zero = torch.zeros(1, dtype=torch.int64)
-        return Batch(zero, torch.full_like(zero, IGNORE_LABEL), zero.clone(), (1,))
+        return Batch(zero, torch.full_like(zero, IGNORE_LABEL), zero.clone(), (1,), is_empty=True)
     segment_lengths = np.array(micro_batch.lengths, dtype=np.int64)
     ends = np.cumsum(segment_lengths)
     tokens = np.empty(ends[-1], dtype=np.int64)

@@ -38,6 +38,15 @@ Settings = Mapping[str, Mapping[str, Any]]  # JSON values by name, by kind: "ord
 _STEPS_AHEAD = 2  # planned ahead of training, and as many read
 
 
+def saved_settings(state: Any, kinds: Iterable[str]) -> Settings:
+    """The settings in ``state``. Raises ``UserError`` if it is no result of ``PlannedSteps.state_dict``."""
+    known = isinstance(state, Mapping) and {"settings", "first_epoch", "planner"} <= state.keys()
+    settings: Any = state["settings"] if known else None
+    if not isinstance(settings, Mapping) or not all(isinstance(settings.get(kind), Mapping) for kind in kinds):
+        raise UserError("the state is no result of state_dict in this version of wlb; give one, or restart without it")
+    return settings
+
+
 def check_settings(
     state: Any, settings: Settings, fixed: Sequence[str], remedy: str, *, inside_step: bool = False
 ) -> set[str]:
@@ -45,11 +54,10 @@ def check_settings(
 
     Raises ``UserError`` if a setting of the kinds ``fixed`` differs; inside a step, if any does.
     """
-    if not isinstance(state, Mapping) or not {"settings", "first_epoch", "planner"} <= state.keys():
-        raise UserError(f"state is a {type(state).__name__}, not a result of state_dict; give one, or None to restart")
     changed = set()
+    of_state: Any = saved_settings(state, settings)
     for kind, ours in settings.items():
-        saved = state["settings"][kind]
+        saved = of_state[kind]
         name, *others = [name for name in {**ours, **saved} if saved.get(name) != ours.get(name)] or [None]
         if name is not None and (kind in fixed or inside_step):
             where, remedy = ("", remedy) if kind in fixed else ("inside a step ", "save after whole steps")
@@ -226,11 +234,11 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         if step is None or self.ended_early:
             raise StopIteration
         self._after, ranks = step.planned.state, self.share.layout.dp_cp
-        if self._planned.stream is not None:
-            self._planned.stream.forget(step.planned.documents)
         loss_tokens = sum(labels) * ranks // len(rows)
         if len(rows) == 1 < ranks:  # this process trains for one of several ranks, without the others
             loss_tokens = sum(_labels(self._read(micro_batch)) for micro_batch in step.plan.micro_batches)
+        if self._planned.stream is not None:
+            self._planned.stream.forget(step.planned.documents)
         batches = tuple(replace(batch, loss_tokens=loss_tokens, ranks=ranks) for batch in step.batches)
         found: RankStep[AnyBatch] = replace(step, batches=batches, loss_tokens=loss_tokens, wait_seconds=seconds)
         return found
@@ -262,7 +270,7 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         return self._planned.overlong
 
     def plans(self) -> Iterator[StepPlan]:
-        """The plans of the next steps, without taking a step; not for a stream."""
+        """The plans of the next steps, without taking a step; not for a stream, nor with ``ahead``."""
         return (step.plan for step in copy.deepcopy(self._planned))
 
     def state_dict(self, step: RankStep[AnyBatch] | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import TransformerConfig
 from wlb.os_limits import usable_memory
 from wlb.runtime.collectives import gathered
-from wlb.runtime.steps import check_settings, digest_of
+from wlb.runtime.steps import check_settings, digest_of, saved_settings
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import check_model, newest_checkpoint, read_manifest
 from wlb.training.environment import device_type, hardware_name, trained_model
@@ -131,6 +131,7 @@ def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str
     manifest = read_manifest(newest)
     check_model(newest, manifest["model"], model)
     state: dict[str, Any] = manifest["loader"]
+    saved_settings(state, ("packing",))
     return state
 
 

@@ -66,7 +66,9 @@ def balanced_job(
     elif preset == "balanced" and packing.get("method", "balanced") == "balanced":
         usual = {"rank_micro_batches": micro_batches, "max_length_factor": _WINDOWS} if pool is None else {}
         packing, pool = {"grouping": "even"} | usual | packing, pool or cp
-    if isinstance(pool, int) and (pool < 1 or dp * cp % pool):
+    if pool not in (None, "auto"):
+        check_whole("pool", pool)
+    if isinstance(pool, int) and dp * cp % pool:
         raise UserError(f"pool = {pool} does not divide the dp x cp = {dp * cp} ranks; give a divisor")
     measured = read_profile(profile) if isinstance(profile, str | Path) else profile
     packing = {"order": "pipeline"} | packing  # the same on all ranks, for loops that synchronise in micro-batches
@@ -115,8 +117,9 @@ def loop_settings(
         **({} if job.phases is None else {"phases": job.phases.digest}),
         **job.packing.in_use(),
         "micro_batches": job.rank_micro_batches,
-        "dp": job.layout.pools,
-        "cp": job.layout.pool_size,
+        "dp": job.layout.dp,
+        "cp": job.layout.cp,
+        "pool": job.layout.pool_size,
         "prices": [f"{seconds:.6g}" for seconds in job.packing_prices.document_seconds(probes)],
         "epochs": epochs,
     }

@@ -66,6 +66,7 @@ def prefill(
     if not asked.load:
         refuse_unused(context, ["seed"], "has no effect without --load, as all prompts are there at once")
     prompts = read_lengths(lengths)
+    prompts = prompts[prompts > 0]
     _check_passes(prompts, asked)
     gpu = asked.priced(context, asked.token_budget, asked.cp, asked.pp)
     job, rate = _job(prompts, asked, gpu)

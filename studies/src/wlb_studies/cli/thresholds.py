@@ -56,6 +56,7 @@ def thresholds(
     from wlb_studies.thresholds import trade_off
 
     tokens = read_lengths(lengths, column=asked.length_column)
+    tokens = tokens[tokens > 0]
     job, priced_by = asked.job(context, lengths, tokens)
     documents, _ = documents_of(tokens, asked.steps, job)
     trials = _trials(documents, asked, job)
