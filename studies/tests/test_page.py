@@ -107,8 +107,11 @@ def test_steps_are_drawn_on_one_clock_and_of_equal_tokens(app: Any, answered: An
 
 
 def test_it_opens_with_an_example(app: Any):
+    """Which is what ``wlb check`` says, for the command that the page shows."""
     _, found, _ = app.answered(app.EXAMPLE, 0.0)
-    assert found.verdict.systems
+    words = [word for option in app.EXAMPLE.options for word in option]
+    checked = run("check", app.EXAMPLE.lengths, *words, "--json")
+    assert json.loads(json.dumps(found.to_json())) == json.loads(checked.stdout)
     page = shown(lengths="-")
     assert not page.info  # a mistake in the address leaves no example beside it
     assert len(page.error) == 1

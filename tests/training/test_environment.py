@@ -118,7 +118,7 @@ def _faults_of_large_tensors() -> int:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
 def test_what_large_tensors_free_is_kept():
-    assert run_ranks(1, _faults_of_large_tensors)[0] < 2**14  # pages of one tensor; nine were made
+    assert run_ranks(1, _faults_of_large_tensors)[0] < 50
 
 
 def test_a_store_of_another_tokenizer_is_told(tmp_path: Path) -> None:
