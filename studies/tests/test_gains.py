@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from wlb.documents.synthetic import sample_lengths
-from wlb.simulate.estimate import estimate, question_of
+from wlb.simulate.estimate import estimate
+from wlb.simulate.space import search_space
 from wlb_studies import gains
 from wlb_studies.experiment import Settings
 
@@ -17,8 +18,8 @@ def test_a_row_says_what_check_says_and_a_job_without_a_layout_nothing(monkeypat
     monkeypatch.setattr(gains, "BATCH_TOKENS", 2**16)
     small, large = gains.run(Settings(out=tmp_path)).tables[0].rows
     lengths = sample_lengths(gains.documents_of(8192), 8192, 0)
-    question = question_of("550m", "h100", 2, lengths, context_window=8192, batch_tokens=2**16)
-    verdict = estimate(question, lengths, source="synthetic").verdict
+    space = search_space("550m", 2, 8192, lengths, batch_tokens=2**16)
+    verdict = estimate(space, lengths, source="synthetic").verdict
     speeds = verdict.speed("per-document-4d"), verdict.speed("balanced")
     assert small[:6] == ("550m", "8K", 2, sum(verdict.lost.values()), *speeds)
     assert large == ("70b", "8K", 2, None, None, None, None, None)

@@ -10,6 +10,7 @@ import pytest
 from tests.cases import in_turn
 from tests.cli.conftest import printed, refusal, run
 from wlb.errors import UserError
+from wlb.simulate.estimate import fastest
 
 SMALL = ("--tokenizer", "bytes", "--model", "tiny", "--hardware", "cpu", "--gpus", 1, "--context-window", "4K")
 TEXTS = ["a" * 3000, "b\nc", "d" * 9000]
@@ -47,8 +48,8 @@ def test_only_the_systems_that_are_named_are_compared(even):
 
 
 def test_a_system_that_cannot_run_the_job_is_left_out_and_says_why(even, monkeypatch):
-    def searched(question, lengths, preset, watched):
-        return UserError("no pool has room") if preset == "balanced" else question.fastest(preset, lengths)
+    def searched(space, lengths, preset, watched):
+        return UserError("no pool has room") if preset == "balanced" else fastest(space, preset, lengths)
 
     monkeypatch.setattr("wlb.simulate.estimate._searched", searched)
     asked = ("check", even, *LITTLE, "--gpus", 1, "--systems")

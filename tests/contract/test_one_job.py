@@ -32,8 +32,9 @@ from tests.limits import examples
 from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import JobConfig
 from wlb.report.evidence import Evidence
-from wlb.simulate.estimate import estimate, question_of
-from wlb.simulate.search import fastest_layout, search_space
+from wlb.simulate.estimate import estimate
+from wlb.simulate.search import fastest_layout
+from wlb.simulate.space import search_space
 
 WINDOW = 256
 VOCABULARY = 512
@@ -146,8 +147,8 @@ def test_search_and_report_run_the_job_that_is_trained(tmp_path: Path):
     """In the layouts that they choose, jobs are what the trainer decides on there."""
     lengths = sample_lengths(400, 8192, 0, median_fraction=1 / 16)
     space = search_space("550m", 4, 8192, batch_tokens=2**15)
-    question = question_of("550m", "h100", 4, lengths, context_window=8192, fixed={"tp": 1, "cp": 1, "pp": 2, "dp": 2})
-    evidence = Evidence(lengths, estimate(question, lengths, ("plain-4d", "balanced"), 1, source="x"))
+    space = search_space("550m", 4, 8192, lengths, fixed={"tp": 1, "cp": 1, "pp": 2, "dp": 2})
+    evidence = Evidence(lengths, estimate(space, lengths, ("plain-4d", "balanced"), 1, source="x"))
     jobs = [fastest_layout(space, lengths, "balanced").job, evidence.systems["balanced"].job]
     for number, job in enumerate(jobs):
         folder = tmp_path / str(number)

@@ -9,7 +9,8 @@ import pytest
 from wlb.documents.synthetic import sample_lengths
 from wlb.report.evidence import Evidence
 from wlb.report.predicted import predicted_report
-from wlb.simulate.estimate import estimate, question_of
+from wlb.simulate.estimate import estimate
+from wlb.simulate.space import search_space
 
 HOSTILE = "</title><script>alert(1)</script><img src='http://127.0.0.1:9/x' onerror=\"alert(2)\">&amp;.json"
 WINDOW = 8192
@@ -20,9 +21,9 @@ def evidence() -> Evidence:
     """Of a job with a hostile name, to which best is worth a change."""
     lengths = sample_lengths(3000, WINDOW, seed=1)
     sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 2}
-    question = question_of("550m", "h100", 16, lengths, context_window=WINDOW, batch_tokens=4 * WINDOW, fixed=sizes)
-    question = replace(question, model=HOSTILE, priced_by={"model": HOSTILE}, assumed=[HOSTILE])
-    return Evidence(lengths, estimate(question, lengths, steps=4, source=HOSTILE))
+    space = search_space("550m", 16, WINDOW, lengths, batch_tokens=4 * WINDOW, fixed=sizes)
+    space = replace(space, priced_by={"model": HOSTILE}, assumed=(HOSTILE,))
+    return Evidence(lengths, estimate(space, lengths, steps=4, source=HOSTILE))
 
 
 @pytest.fixture(scope="session")

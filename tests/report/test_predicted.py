@@ -13,8 +13,9 @@ from wlb.report.answer import about
 from wlb.report.evidence import Evidence
 from wlb.report.predicted import lost_share, predicted_report
 from wlb.simulate import simulate
-from wlb.simulate.estimate import estimate, question_of
+from wlb.simulate.estimate import estimate
 from wlb.simulate.search import drawn
+from wlb.simulate.space import search_space
 from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT, Verdict
 
 CHARTS = ["gain-chart", "where-chart", "lengths", "pipeline-chart", "sharding-chart"]
@@ -87,8 +88,8 @@ def test_where_little_is_gained_there_is_no_job_to_copy(evidence: Evidence):
 def test_a_job_that_balanced_cannot_run_is_reported_too():
     """It may need more memory than plain-4d in the only layout."""
     lengths = sample_lengths(400, 4096, 0)
-    question = question_of("tiny", "cpu", 2, lengths, context_window=4096, batch_tokens=4 * 4096)
-    found = estimate(question, lengths, (BASELINE, PER_DOCUMENT), 1, source="lengths.json")
+    space = search_space("tiny", 2, 4096, lengths, hardware="cpu", batch_tokens=4 * 4096)
+    found = estimate(space, lengths, (BASELINE, PER_DOCUMENT), 1, source="lengths.json")
     page = predicted_report(Evidence(lengths, found), source="lengths.json")
     assert "over plain-4d" in page
 

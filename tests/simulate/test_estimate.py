@@ -21,8 +21,9 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.config_file import load_config
 from wlb.job.job import Job
-from wlb.simulate.estimate import CONFIGURED, _each, _Watched, config_of, estimate, judge_config, question_of
+from wlb.simulate.estimate import CONFIGURED, _each, _Watched, config_of, estimate, fastest, judge_config
 from wlb.simulate.job import simulated_job
+from wlb.simulate.space import search_space
 from wlb.simulate.verdict import BALANCED, BASELINE, PER_DOCUMENT, VARIANTS
 from wlb.workload import MODEL_SHAPES
 
@@ -33,7 +34,7 @@ def wlb(*arguments: object) -> Any:
     return json.loads(result.stdout)
 
 
-def random_question(seed: int) -> tuple[np.ndarray, dict[str, Any]]:
+def random_job(seed: int) -> tuple[np.ndarray, dict[str, Any]]:
     random = np.random.default_rng(seed)
     window = int(random.choice([4096, 16_384, 65_536]))
     gpus = int(random.choice([4, 8, 16]))
@@ -52,10 +53,10 @@ def random_question(seed: int) -> tuple[np.ndarray, dict[str, Any]]:
 )
 def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path: Path, seed: int):
     """Of random jobs, in the layouts that are found and in one that is given, with much to gain and with little."""
-    lengths, settings = random_question(seed)
+    lengths, settings = random_job(seed)
     try:
         found = estimate(
-            question_of(lengths=lengths, **settings), lengths, (BASELINE, BALANCED, PER_DOCUMENT), 2, source="x"
+            search_space(lengths=lengths, **settings), lengths, (BASELINE, BALANCED, PER_DOCUMENT), 2, source="x"
         )
     except UserError:  # no layout fits
         return
@@ -96,10 +97,10 @@ def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: 
         for _ in range(9):
             writer.add(np.zeros(4096, np.int64))
     lengths = np.full(9, 4096)
-    question = question_of("tiny", "h100", 2, lengths, context_window=4096, batch_tokens=2 * 4096, source=store)
-    job = question.fastest(BALANCED, lengths).job
+    space = search_space("tiny", 2, 4096, lengths, batch_tokens=2 * 4096, source=store)
+    job = fastest(space, BALANCED, lengths).job
     path = tmp_path / "job.toml"
-    path.write_text(config_of(BALANCED, job, question.fastest(BASELINE, lengths).job, "tiny", store), encoding="utf-8")
+    path.write_text(config_of(BALANCED, job, fastest(space, BASELINE, lengths).job, "tiny", store), encoding="utf-8")
     config = load_config(path)
     assert (config.preset, str(config.data.store), config.data.context_window) == (BALANCED, store, 4096)
     assert config.model.vocab_size == job.shape.vocab_size == 33_024

@@ -22,7 +22,8 @@ from wlb.simulate import decide as decide_module
 from wlb.simulate import search, simulated_job
 from wlb.simulate.decide import Choice, Packed, by_memory, decide
 from wlb.simulate.rate import rate, simulate_step
-from wlb.simulate.search import SearchSpace, drawn, fastest_layout, least_seconds, search_space
+from wlb.simulate.search import drawn, fastest_layout, least_seconds
+from wlb.simulate.space import SearchSpace, search_space
 from wlb.workload import hardware_preset, make_workload
 from wlb.workload.base import Checkpointing
 
@@ -126,7 +127,7 @@ def test_of_a_layout_that_is_given_something_comes_back_though_it_does_not_fit()
 )
 def test_mistakes_are_named_in_one_line(arguments, message):
     with pytest.raises(UserError, match=message):
-        search_space(*arguments)
+        search_space(*arguments, batch_tokens=2**22)
 
 
 def test_gpus_that_no_layout_divides_are_told_from_memory_that_is_too_small():

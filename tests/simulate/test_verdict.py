@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from wlb.documents.synthetic import sample_lengths
 from wlb.simulate import CAUSES, SimulationResult
-from wlb.simulate.estimate import Estimate, estimate, question_of
+from wlb.simulate.estimate import Estimate, estimate
+from wlb.simulate.space import search_space
 from wlb.simulate.verdict import BALANCED, BASELINE, FACTORS, LOST, PARTS, PER_DOCUMENT, Verdict, rounded
 
 WINDOW = 8192
@@ -20,8 +21,8 @@ LENGTHS = sample_lengths(2000, WINDOW, seed=1)
 
 @pytest.fixture(scope="module")
 def found() -> Estimate:
-    question = question_of("550m", "h100", 4, LENGTHS, context_window=WINDOW, batch_tokens=16 * WINDOW, fixed={"cp": 2})
-    return estimate(question, LENGTHS, (BASELINE, BALANCED, PER_DOCUMENT), 4, source="lengths.json")
+    space = search_space("550m", 4, WINDOW, LENGTHS, batch_tokens=16 * WINDOW, fixed={"cp": 2})
+    return estimate(space, LENGTHS, (BASELINE, BALANCED, PER_DOCUMENT), 4, source="lengths.json")
 
 
 def with_speeds(results: Mapping[str, SimulationResult], speeds: Mapping[str, Sequence[float]]) -> Verdict:
@@ -92,10 +93,8 @@ def test_what_is_printed_is_tokens_over_seconds():
         window, gpus = int(random.choice([4096, 16_384])), int(random.choice([2, 4]))
         lengths = sample_lengths(1500, window, seed, median_fraction=float(random.choice([1 / 64, 1 / 8])))
         fixed: list[dict[str, int | str]] = [{}, {"dp": gpus, "cp": 1, "pp": 1, "tp": 1}, {"weights": "gathered"}]
-        question = question_of(
-            "550m", "h100", gpus, lengths, context_window=window, batch_tokens=8 * window, fixed=fixed[seed]
-        )
-        said = estimate(question, lengths, (BASELINE, PER_DOCUMENT, BALANCED), 2, source="x").to_json()
+        space = search_space("550m", gpus, window, lengths, batch_tokens=8 * window, fixed=fixed[seed])
+        said = estimate(space, lengths, (BASELINE, PER_DOCUMENT, BALANCED), 2, source="x").to_json()
         rates = {row["system"]: row["tokens"] / row["steps"] / row["mean_step_seconds"] for row in said["systems"]}
         for row in said["systems"]:
             assert row["speedup"] == pytest.approx(rates[row["system"]] / rates[BASELINE])
@@ -108,8 +107,8 @@ def test_what_is_printed_is_tokens_over_seconds():
 def test_nothing_is_recommended_where_little_is_gained():
     """Documents of one length: packing them otherwise gains nothing."""
     lengths = sample_lengths(400, WINDOW, 0) * 0 + WINDOW
-    question = question_of("7b", "h100", 4, lengths, context_window=WINDOW, batch_tokens=8 * WINDOW)
-    found = estimate(question, lengths, (BASELINE, BALANCED), 2, source="lengths.json")
+    space = search_space("7b", 4, WINDOW, lengths, batch_tokens=8 * WINDOW)
+    found = estimate(space, lengths, (BASELINE, BALANCED), 2, source="lengths.json")
     assert found.verdict.winner == BASELINE
     assert not found.config
     assert not found.gpu_hours_a_day
@@ -119,9 +118,9 @@ def test_nothing_is_recommended_where_little_is_gained():
 def test_a_system_that_delays_is_as_fast_later_on():
     """As many documents wait at the end as at the beginning, so it is not fast because the dear ones still wait."""
     sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 8}
-    question = question_of("7b", "h100", 64, LENGTHS, context_window=WINDOW, batch_tokens=4 * WINDOW, fixed=sizes)
+    space = search_space("7b", 64, WINDOW, LENGTHS, batch_tokens=4 * WINDOW, fixed=sizes)
     early, late = (
-        estimate(question, LENGTHS, [BALANCED], steps, source="x").verdict.systems[BALANCED].work_rate
+        estimate(space, LENGTHS, [BALANCED], steps, source="x").verdict.systems[BALANCED].work_rate
         for steps in (16, 64)
     )
     assert early == pytest.approx(late, rel=0.02)

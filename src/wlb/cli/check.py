@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wlb.simulate.estimate import Estimate, Question
+    from wlb.simulate.estimate import Estimate
+    from wlb.simulate.space import SearchSpace
     from wlb.simulate.verdict import Progress
 
 _TEXT = names_of(options.TextOptions)
@@ -74,16 +75,16 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
 
     presets = options.names_in("--systems", asked.systems, CHECKED)
     read, tokens = asked.lengths(context, lengths)
-    question = asked.question(context, None if asked.tokenizer else lengths, tokens)
-    found = estimated(question, tokens, presets, asked.steps, lengths)
+    space = asked.space(context, None if asked.tokenizer else lengths, tokens)
+    found = estimated(space, tokens, presets, asked.steps, lengths)
     if json:
         emit_json(found.to_json())
         return
-    said = what_was_read(read, tokens, question.space.context_window)
+    said = what_was_read(read, tokens, space.context_window)
     stdout.print(f"{said}\n", markup=False, highlight=False)
     show_estimate(found)
     if found.config:
-        gpus = number_of(question.space.gpus, "GPU")
+        gpus = number_of(space.gpus, "GPU")
         stdout.print(
             f"On {gpus} {found.verdict.winner} saves {found.gpu_hours_a_day:,.0f} GPU-hours a day. Its job:\n",
             highlight=False,
@@ -113,13 +114,13 @@ def progress_of() -> Iterator[Progress]:
 
 
 def estimated(
-    question: Question, lengths: NDArray[np.int64], presets: Sequence[str], steps: int | None, source: str
+    space: SearchSpace, lengths: NDArray[np.int64], presets: Sequence[str], steps: int | None, source: str
 ) -> Estimate:
     """``estimate`` of ``presets``, with a progress bar for each."""
     from wlb.simulate.estimate import estimate
 
     with progress_of() as told:
-        return estimate(question, lengths, presets, steps, source=source, on_progress=told)
+        return estimate(space, lengths, presets, steps, source=source, on_progress=told)
 
 
 def show_estimate(found: Estimate) -> None:

@@ -6,9 +6,9 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from wlb.documents.prepare.sources import FileCorpus, TextDocuments
-    from wlb.schedules.layout import Layout
-    from wlb.simulate.estimate import Question
-    from wlb.workload import Costs, ModelShape
-    from wlb.workload.profile import WorkloadProfile
+    from wlb.simulate.space import SearchSpace
 
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
 DEFAULT_MODEL = "llama3-8b"
@@ -89,6 +86,10 @@ Hardware = Annotated[
         help="Hardware preset: a100, h100, h200, b200, mi300x, cpu; with newer attention kernels h100-fa3 and others.",
     ),
 ]
+Profile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Workload profile measured by wlb profile, instead of --model and --hardware."),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be given several times."),
@@ -124,12 +125,10 @@ def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[st
 _SIZES = ("dp", "pp", "cp", "tp", "virtual_pp", "schedule")
 _SPELLED = {"virtual_pp": "--virtual-pp", "weights": "--sharding"}
 _SETTING = re.compile(rf"(?<![\w/.-])(?:parallel\.)?({'|'.join((*_SIZES, 'weights'))})\b(?![/.-]\w)(?: =)?")
-_COLUMNS_PER_GPU = 512
-_TOKENS_PER_GPU = 65_536
 
 
 @contextmanager
-def _settings_as_options() -> Iterator[None]:
+def settings_as_options() -> Iterator[None]:
     """Messages of ``UserError`` then name the sizes of a layout by their options."""
     try:
         yield
@@ -139,72 +138,12 @@ def _settings_as_options() -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GpuOptions:
-    """A model, and a GPU that runs it."""
+class JobOptions:
+    """A job to simulate. Sizes that are not given are searched for."""
 
-    tp: Tp = None
     model: Model = DEFAULT_MODEL
     hardware: Hardware = "h100"
-    profile: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Workload profile measured by wlb profile, instead of --model and --hardware."
-        ),
-    ] = None
-
-    @_settings_as_options()
-    def priced(
-        self, context: typer.Context, context_window: int, cp: int | None, pp: int = 1, reads: Collection[str] = ()
-    ) -> PricedGpu:
-        """The prices of one GPU; with ``cp`` None the window decides it.
-
-        Raises ``UserError`` if the model has fewer layers than ``pp`` stages, and for an option that a measured profile
-        replaces, unless the command ``reads`` it for something else.
-        """
-        from wlb.schedules.layout import Layout, split_layers
-        from wlb.settings import MOST_RANKS
-        from wlb.sharding import check_group_size
-        from wlb.workload import hardware_preset, make_workload, model_shape
-        from wlb.workload.profile import read_profile
-
-        if self.profile is not None:
-            replaced = {"model", "hardware", "tp", "cp"} - {*reads}
-            refuse_unused(context, replaced, "has no effect with --profile, which says it")
-            measured = read_profile(self.profile)
-            split_layers(measured.model, Layout(pp=pp))
-            said: dict[str, str | int] = {"profile": self.profile.name}
-            priced = make_workload(measured.model, self.hardware, measured.tp, profile=measured)
-            return PricedGpu(measured.model, measured.tp, measured.cp, priced, said, measured)
-        shape = model_shape(self.model)
-        split_layers(shape, Layout(pp=pp))
-        tp = self.tp
-        if tp is None:
-            most = min(hardware_preset(self.hardware).node_size, shape.hidden // _COLUMNS_PER_GPU)
-            fitting = (size for size in (2, 4, 8) if size <= most)
-            tp = math.gcd(max(fitting, default=1), shape.kv_heads)
-        if cp is None:
-            cp = min(max(1, context_window // _TOKENS_PER_GPU), MOST_RANKS)
-        check_group_size(cp)
-        workload = make_workload(shape, self.hardware, tp=tp, cp=cp)
-        return PricedGpu(shape, tp, cp, workload, {"model": self.model, "hardware": self.hardware, "tp": tp, "cp": cp})
-
-
-@dataclass(frozen=True)
-class PricedGpu:
-    """One of tp x cp GPUs that run a model; ``described`` names the model and hardware that price it."""
-
-    shape: ModelShape
-    tp: int
-    cp: int
-    workload: Costs
-    described: dict[str, str | int]
-    measured: WorkloadProfile | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobOptions(GpuOptions):
-    """A job to simulate. Sizes that are not given are searched for, or have defaults without --gpus."""
-
+    profile: Profile = None
     length_column: LengthColumn = None
     context_window: Annotated[
         int | None,
@@ -243,74 +182,61 @@ class JobOptions(GpuOptions):
         int | None, number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows.")
     ] = None
 
-    def question(
-        self, context: typer.Context, source: str | None, lengths: NDArray[np.int64], windows: int | None = None
-    ) -> Question:
-        """The job on documents of ``lengths`` with its assumptions; ``windows`` is its global batch, if given.
+    def space(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> SearchSpace:
+        """The job on documents of ``lengths``, with its assumptions.
 
-        See ``question_of`` for ``source``. Raises ``UserError`` for a layout that cannot run.
+        See ``search_space`` for ``source``. Raises ``UserError`` for a layout that cannot run, and for an option that a
+        measured profile replaces.
         """
-        from wlb.documents.lengths import assumed_window
-        from wlb.simulate.estimate import question_of
-        from wlb.simulate.space import PINNED
+        from wlb.simulate.space import PINNED, search_space
         from wlb.workload.base import Checkpointing
+        from wlb.workload.profile import read_profile
 
-        window = self.context_window or assumed_window(lengths)
         sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
-        pinned = self.gpus is None and (windows is not None or sizes.keys() >= PINNED)
         weights = _chosen("weights", "--sharding", self.sharding, ("kept", "gathered"))
-        layout = self._validated(sizes | weights)
-        if pinned:
-            layout, gpu = self._layout(context, window, layout, sizes, windows)
-            gpus, fixed = layout.world_size, {name: size for name, size in vars(layout).items() if name != "weights"}
-        else:
-            gpu = self.priced(context, window, 1, reads=["hardware", "tp"])
-            fixed = sizes | ({"tp": gpu.tp} if gpu.measured else {})
-            together = math.prod(fixed.get(name, 1) for name in PINNED)
-            gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
-        stated: dict[str, object] = {"model": self.model, "hardware": self.hardware, "gpus": gpus}
-        if gpu.measured:
+        self._check_sizes(sizes | weights)
+        pinned = self.gpus is None and sizes.keys() >= PINNED
+        stated: dict[str, object] = {"model": self.model, "hardware": self.hardware}
+        measured = None
+        if self.profile is not None:
+            replaced = {"model", "cp", "tp"} if pinned else {"model", "cp"}
+            refuse_unused(context, replaced, "has no effect with --profile, which says it")
+            measured = read_profile(self.profile)
+            sizes |= {"tp": measured.tp}
             del stated["model"]
-        if pinned:
-            del stated["gpus"]
-        return question_of(
+        gpus = together = math.prod(sizes.get(name, 1) for name in PINNED)
+        if not pinned:
+            stated["gpus"] = gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
+        return search_space(
             self.model,
-            self.hardware,
             gpus,
+            self.context_window,
             lengths,
-            context_window=self.context_window,
-            batch_tokens=self.batch_tokens if windows is None else windows * window,
-            fixed=fixed | weights,
+            hardware=self.hardware,
+            batch_tokens=self.batch_tokens,
+            fixed=sizes | weights,
             checkpointing=_chosen("", "--recompute", self.recompute, get_args(Checkpointing)).get(""),
             micro_batch_tokens=self.micro_batch_tokens,
-            profile=gpu.measured,
+            profile=measured,
             source=source,
             assumed=[f"--{name} {value}" for name, value in stated.items() if not was_given(context, name)],
         )
 
-    @_settings_as_options()
-    def _validated(self, sizes: dict[str, Any]) -> Layout:
-        """A layout of ``sizes``. Raises ``UserError`` for impossible ones."""
+    @settings_as_options()
+    def _check_sizes(self, sizes: dict[str, Any]) -> None:
+        """Raise ``UserError`` for an impossible layout."""
         from wlb.job.config import ParallelConfig
         from wlb.schedules.layout import split_layers
         from wlb.sharding import check_group_size
-        from wlb.workload import model_shape
+        from wlb.workload import make_workload, model_shape
 
         pp = 1 if sizes.get("weights") == "gathered" else 4
         layout = ParallelConfig.of({"pp": pp} | sizes, "parallel").layout
         check_group_size(layout.cp)
+        shape = model_shape(self.model)
         if "pp" in sizes:
-            split_layers(model_shape(self.model), layout)
-        return layout
-
-    def _layout(
-        self, context: typer.Context, window: int, layout: Layout, sizes: dict[str, Any], windows: int | None
-    ) -> tuple[Layout, PricedGpu]:
-        """``layout`` with defaults for everything that is not in ``sizes``."""
-        if "pp" not in sizes and layout.virtual_pp == 1 and windows is not None:
-            layout = replace(layout, pp=min(4, max(1, windows // layout.dp)))
-        gpu = replace(self, tp=sizes.get("tp")).priced(context, window, sizes.get("cp"), layout.pp, reads=["hardware"])
-        return replace(layout, tp=gpu.tp, cp=gpu.cp), gpu
+            split_layers(shape, layout)
+        make_workload(shape, tp=layout.tp)  # checks that tp divides heads
 
 
 def _chosen(name: str, option: str, value: str | None, choices: Sequence[str]) -> dict[str, Any]:

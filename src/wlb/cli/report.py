@@ -116,7 +116,7 @@ def _predicted(context: typer.Context, source: str, asked: options.JobOptions) -
     from wlb.simulate.estimate import CHECKED
 
     lengths = read_lengths(source, column=asked.length_column)
-    question = asked.question(context, source, lengths)
-    found = estimated(question, lengths, CHECKED, asked.steps, source)
-    said = f"{what_was_read(source, lengths, question.space.context_window)}\n\n"
+    space = asked.space(context, source, lengths)
+    found = estimated(space, lengths, CHECKED, asked.steps, source)
+    said = f"{what_was_read(source, lengths, space.context_window)}\n\n"
     return predicted_report(Evidence(lengths, found), source=source), found, said

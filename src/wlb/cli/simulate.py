@@ -96,25 +96,25 @@ class SimulateOptions:
         self, presets: list[str], lengths: str | None, steps: int | None, profile: WorkloadProfile | None
     ) -> tuple[Verdict, Lengths, list[StoreSource]]:
         """Every system in its own fastest layout on the GPUs of the named job."""
-        from wlb.simulate.estimate import question_of
         from wlb.simulate.job import NAMED_JOBS
+        from wlb.simulate.space import search_space
 
         if self.settings:
             raise UserError("--set overrides a configuration file; a named job has none")
         named = NAMED_JOBS[self.job]
         layout, source = named.layout, _synthetic(named.context_window) if lengths is None else lengths
         documents = _lengths([source], self.length_column)
-        question = question_of(
+        space = search_space(
             named.model,
-            self.hardware,
             layout.world_size,
+            named.context_window,
             documents,
-            context_window=named.context_window,
+            hardware=self.hardware,
             batch_tokens=layout.pp * layout.dp * named.context_window,
             profile=profile,
             source=lengths,
         )
-        found = estimated(question, documents, presets, steps, source)
+        found = estimated(space, documents, presets, steps, source)
         for name, why in found.left_out.items():
             tell(f"wlb: warning: {name} is left out: {why}")
         return found.verdict, documents, [source]

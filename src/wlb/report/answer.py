@@ -21,8 +21,7 @@ _STACKS = {
 
 def about(found: Estimate) -> list[str]:
     """The lines below a verdict: which job was simulated, for how many steps, and what was assumed."""
-    question, verdict = found.question, found.verdict
-    space = question.space
+    space, verdict = found.space, found.verdict
     passes = max(system.epochs for system in verdict.systems.values())
     fixed = dict(space.fixed)
     each = "each system in its own fastest layout" + (f" with {listed(fixed)}" if fixed else "")
@@ -33,10 +32,10 @@ def about(found: Estimate) -> list[str]:
         each += f", except {' and '.join(variants)}"
     too_large = [name for name, system in verdict.systems.items() if not fits(system.job)]
     return [
-        f"simulated: {listed(question.priced_by)}, {number_of(space.gpus, 'GPU')}, {space.batch_tokens:,} tokens per "
+        f"simulated: {listed(space.priced_by)}, {number_of(space.gpus, 'GPU')}, {space.batch_tokens:,} tokens per "
         f"step ({number_of(space.global_batch, 'window')} of {space.context_window:,}); {each}; "
         f"{number_of(verdict.steps, 'step')} per shuffle after {number_of(verdict.warm_up, 'warm-up step')}",
-        *(["defaults used: " + ", ".join(question.assumed)] if question.assumed else []),
+        *(["defaults used: " + ", ".join(space.assumed)] if space.assumed else []),
         *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
         *(f"{name} is left out: {why}" for name, why in found.left_out.items()),
         *([f"over the memory of these GPUs, which the figures ignore: {', '.join(too_large)}"] if too_large else []),

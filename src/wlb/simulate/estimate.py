@@ -1,7 +1,7 @@
 """How many more tokens per second each preset trains: the answer of ``wlb check`` and ``report``.
 
-A ``Question`` describes the job: model, GPUs, window, global batch, and the layout if it is given. ``estimate`` finds
-the fastest layout of every preset (``wlb.simulate.search``), simulates all on the same documents
+A ``SearchSpace`` describes the job: model, GPUs, window, global batch, and the layout if it is given. ``estimate``
+finds the fastest layout of every preset (``wlb.simulate.search``), simulates all on the same documents
 (``wlb.simulate.verdict``) and returns the verdict with the configuration of the winner.
 """
 
@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.sharedctypes import RawArray
@@ -24,9 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.documents.lengths import assumed_window, described_window
 from wlb.documents.store.files import names_store
-from wlb.documents.store.reader import stored_vocab_size
 from wlb.errors import UserError
 from wlb.job.config import JobConfig
 from wlb.job.config_file import to_toml
@@ -38,7 +35,7 @@ from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
 from wlb.simulate.search import DRAWS, SearchResult, Told, fastest_layout, layout_of
-from wlb.simulate.space import BATCH_TOKENS, PINNED, SearchSpace, search_space
+from wlb.simulate.space import SearchSpace, measured_name
 from wlb.simulate.verdict import (
     BALANCED,
     BALANCED_TUNED,
@@ -53,148 +50,35 @@ from wlb.simulate.verdict import (
     simulate_draws,
     usual_steps,
 )
-from wlb.workload import MODEL_SHAPES, model_shape
-from wlb.workload.base import Checkpointing
-from wlb.workload.profile import WorkloadProfile
+from wlb.workload import MODEL_SHAPES
 
 T = TypeVar("T")
 
-_VOCABULARY_MULTIPLE = 128  # tensor-parallel ranks get equally many rows
 CONFIGURED = "as configured"
+# Of a configured job: what the systems that it is compared with share, beside the shape of the search.
+_OF_DOCUMENTS = (
+    *("profile", "packed_by", "software", "phases"),
+    *("data", "limit", "tied_embeddings", "checkpoint_copy"),
+)
 CHECKED = (BASELINE, PER_DOCUMENT, BALANCED)  # two that stacks use today, and ours
 _SEARCH = 0.75  # of the time that a system takes; the rest simulates its fastest layout
 _SHOWN_EVERY = 0.2  # seconds
 
 
-@dataclass(frozen=True)
-class Question:
-    """A job: the ``space`` of its layouts, the model and hardware that price it, and the defaults that were assumed.
-
-    ``model`` is the name to write in a configuration.
-    """
-
-    space: SearchSpace
-    model: str
-    priced_by: Mapping[str, str | int]
-    assumed: Sequence[str] = ()
-    profile: WorkloadProfile | None = None
-
-    def fastest(
-        self, system: str, lengths: NDArray[np.int64], on_progress: Told = lambda done, rate: None
-    ) -> SearchResult:
-        """The layouts in which ``system``, a preset or one of ``VARIANTS``, runs this job fastest."""
-        space, fixed = self.space, dict(self.space.fixed)
-        if system in (KEPT, BALANCED):  # how weights are handled describes the job that runs today
-            fixed["weights"] = "auto"
-        elif system in VARIANTS:
-            measured = {"tp"} if self.profile is not None else set()
-            fixed = {name: size for name, size in fixed.items() if name in measured or not space.layout}
-            fixed.pop("weights", None)
-            space = replace(space, checkpointing=None, micro_batch_windows=1)
-        space, preset = replace(space, fixed=tuple(fixed.items())), VARIANTS.get(system, system)
-        return fastest_layout(space, lengths, preset, adapt=self._priced, on_progress=on_progress)
-
-    def _priced(self, job: Job) -> Job:
-        return job if self.profile is None else replace(job, profile=self.profile)
-
-
-def question_of(
-    model: str,
-    hardware: str,
-    gpus: int,
-    lengths: NDArray[np.int64],
-    *,
-    context_window: int | None = None,
-    batch_tokens: int | None = None,
-    fixed: Mapping[str, int | str] | None = None,
-    checkpointing: Checkpointing | None = None,
-    micro_batch_tokens: int | None = None,
-    profile: WorkloadProfile | None = None,
-    source: str | None = None,
-    assumed: Sequence[str] = (),
-) -> Question:
-    """The job on documents of ``lengths`` tokens, with defaults for the window and the global batch.
-
-    If ``source`` is a token store, the model gets at least its vocabulary. With a measured ``profile``, ``hardware``
-    gives the links only. Raises ``UserError`` for values that no job can have.
-    """
-    assumed, fixed = [*assumed], dict(fixed or {})
-    if context_window is None:
-        context_window = assumed_window(lengths)
-        assumed.append(described_window(context_window, lengths))
-    windows, rest = divmod(micro_batch_tokens or context_window, context_window)
-    if rest or not windows:
-        raise UserError(
-            f"--micro-batch-tokens {micro_batch_tokens} is no multiple of the context window, {context_window} tokens; "
-            f"give {max(1, windows) * context_window}"
-        )
-    if batch_tokens is None:
-        least = windows * int(fixed.get("dp", 1)) * int(fixed.get("pp", 1))
-        batch_tokens, why = _assumed_batch(lengths, context_window, least)
-        assumed.append(f"--batch-tokens {batch_tokens}{why}")
-    shape = model_shape(model) if profile is None else profile.model
-    stored = stored_vocab_size(source) if source is not None and names_store(source) else None
-    if stored is not None and stored > shape.vocab_size:
-        shape = replace(shape, vocab_size=-(-stored // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE)
-    space = search_space(
-        shape,
-        gpus,
-        context_window,
-        hardware=hardware,
-        batch_tokens=batch_tokens,
-        fixed=fixed,
-        checkpointing=checkpointing,
-        micro_batch_windows=windows,
-    )
-    if space.global_batch % windows:
-        raise UserError(
-            f"--batch-tokens {space.batch_tokens} is no multiple of --micro-batch-tokens {windows * context_window}; "
-            f"give {windows * context_window * max(1, space.global_batch // windows)}"
-        )
-    _check_given(space)
-    priced_by = {"model": model} if profile is None else {"profile": _measured_name(profile)}
-    return Question(space, model, priced_by | {"hardware": hardware}, assumed, profile)
-
-
-def _assumed_batch(lengths: NDArray[np.int64], window: int, least: int) -> tuple[int, str]:
-    """4M tokens, or the ``least`` windows that a given layout needs; halved until the documents fill it."""
-    windows, tokens, why = max(least, BATCH_TOKENS // window // least * least), int(lengths.sum()), ""
-    while windows % (2 * least) == 0 and windows * window > tokens:
-        windows, why = windows // 2, f" (the documents have {tokens:,})"
-    return windows * window, why
-
-
-def _check_given(space: SearchSpace) -> None:
-    """Raise ``UserError`` where the given sizes do not divide the GPUs, or their layout cannot run the global batch."""
-    given = {name: int(size) for name, size in space.fixed if name in PINNED}
-    together, layout = prod(given.values()), space.layout
-    sizes = " x ".join(f"--{name} {size}" for name, size in given.items()) + f" = {together}" * (len(given) > 1)
-    if space.gpus % together:
-        raise UserError(
-            f"--gpus {space.gpus} is no multiple of {sizes}; change one of the sizes, or give "
-            f"--gpus {together * max(1, space.gpus // together)}"
-        )
-    if layout is None:
-        return
-    if layout.world_size != space.gpus:
-        raise UserError(f"--gpus {space.gpus} contradicts {sizes}; leave out --gpus, or one of the sizes")
-    windows, least, together = space.global_batch, layout.dp * layout.pp, space.micro_batch_windows
-    if together > 1 and (windows % (layout.dp * together) or windows < least * together):
-        raise UserError(
-            f"a global batch of {windows} windows cannot be dealt to --dp {layout.dp} ranks, --pp {layout.pp} stages, "
-            f"in micro-batches of {together} windows (--micro-batch-tokens); give --batch-tokens "
-            f"{least * together * max(1, windows // (least * together)) * space.context_window}"
-        )
-    if windows % layout.dp:
-        raise UserError(
-            f"a global batch of {windows} windows cannot be dealt evenly to --dp {layout.dp} ranks; give a "
-            f"multiple, such as --batch-tokens {layout.dp * max(1, windows // layout.dp) * space.context_window}"
-        )
-    if windows < least:
-        raise UserError(
-            f"a global batch of {windows} windows over --dp {layout.dp} cannot fill --pp {layout.pp} pipeline stages; "
-            f"give at least --batch-tokens {least * space.context_window}, or a smaller --pp"
-        )
+def fastest(
+    space: SearchSpace, system: str, lengths: NDArray[np.int64], on_progress: Told = lambda done, rate: None
+) -> SearchResult:
+    """The layouts in which ``system``, a preset or one of ``VARIANTS``, runs the job of ``space`` fastest."""
+    sizes = dict(space.fixed)
+    if system in (KEPT, BALANCED):  # how weights are handled describes the job that runs today
+        sizes["weights"] = "auto"
+    elif system in VARIANTS:
+        measured = {"tp"} if space.settings.get("profile") else set()
+        sizes = {name: size for name, size in sizes.items() if name in measured or not space.layout}
+        sizes.pop("weights", None)
+        space = replace(space, checkpointing=None, micro_batch_windows=1)
+    space = replace(space, fixed=tuple(sizes.items()))
+    return fastest_layout(space, lengths, VARIANTS.get(system, system), on_progress=on_progress)
 
 
 @dataclass(frozen=True)
@@ -204,7 +88,7 @@ class Estimate:
     ``left_out`` says why a preset cannot run the job. ``config`` is TOML, or empty if nothing gains enough.
     """
 
-    question: Question
+    space: SearchSpace
     verdict: Verdict
     searched: Mapping[str, SearchResult]
     left_out: Mapping[str, str]
@@ -213,19 +97,19 @@ class Estimate:
     @property
     def gpu_hours_a_day(self) -> float:
         """GPU-hours a day that the winner saves for the same tokens."""
-        return 24 * self.question.space.gpus * (1 - 1 / self.verdict.speed(self.verdict.winner))
+        return 24 * self.space.gpus * (1 - 1 / self.verdict.speed(self.verdict.winner))
 
     def to_json(self) -> dict[str, Any]:
         return self.verdict.to_json() | {
             "gpu_hours_a_day": self.gpu_hours_a_day,
-            "assumed": [*self.question.assumed],
+            "assumed": [*self.space.assumed],
             "left_out": {**self.left_out},
             "config": self.config,
         }
 
 
 def estimate(
-    question: Question,
+    space: SearchSpace,
     lengths: NDArray[np.int64],
     presets: Sequence[str] = CHECKED,
     steps: int | None = None,
@@ -241,7 +125,6 @@ def estimate(
     """
     for preset in presets:
         preset_sections(preset, {})
-    space = question.space
     steps = steps or usual_steps(space.global_batch)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
     systems = [*presets]
@@ -251,7 +134,7 @@ def estimate(
         systems[place:place] = [*kept, TUNED]
         systems += [BALANCED_TUNED] if BALANCED in presets else []
     watched = _Watched(systems, on_progress)
-    found = _each(lambda name: _searched(question, lengths, name, watched), systems, watched)
+    found = _each(lambda name: _searched(space, lengths, name, watched), systems, watched)
     searched = {name: one for name, one in found.items() if not isinstance(one, UserError)}
     failures = {name: one for name, one in found.items() if isinstance(one, UserError)}
     if BASELINE in failures or not searched:
@@ -259,14 +142,16 @@ def estimate(
 
     def moved(winner: str, layout: Layout) -> Job:
         there = space.fixed_to(replace(layout, weights="auto"), space.checkpointing)
-        return replace(question, space=there).fastest(winner, lengths).job
+        return fastest(there, winner, lengths).job
 
     jobs = {name: one.job for name, one in searched.items()}
     verdict = _verdict(jobs, lengths, steps, watched, moved, space.given)
     winner, config = verdict.winner, ""
     if winner != verdict.base:
-        config = config_of(VARIANTS.get(winner, winner), jobs[winner], jobs[verdict.base], question.model, source)
-    return Estimate(question, verdict, searched, {name: str(why) for name, why in failures.items()}, config)
+        config = config_of(
+            VARIANTS.get(winner, winner), jobs[winner], jobs[verdict.base], space.priced_by.get("model", ""), source
+        )
+    return Estimate(space, verdict, searched, {name: str(why) for name, why in failures.items()}, config)
 
 
 def judge_config(
@@ -285,7 +170,9 @@ def judge_config(
     """
     check_documents(job, lengths, steps or 1)
     baseline = config.baseline
-    space = SearchSpace(job.layout.world_size, job.shape, job.hardware, job.context_window, job.global_batch)
+    alike = {name: getattr(job, name) for name in _OF_DOCUMENTS}
+    sizes = job.layout.world_size, job.shape, job.hardware, job.context_window, job.global_batch
+    space = SearchSpace(*sizes, settings=alike)
     given = None if baseline else job.activation_checkpointing
     configured = replace(space, micro_batch_windows=job.packing.micro_batch_windows).fixed_to(job.layout, given)
     spaces = dict.fromkeys(presets, configured)
@@ -293,24 +180,17 @@ def judge_config(
         own = replace(space, micro_batch_windows=baseline.micro_batch_windows)
         spaces[BASELINE] = own.fixed_to(baseline.layout, baseline.activation_checkpointing)
 
-    def fastest(preset: str, within: SearchSpace) -> Job:
-        return fastest_layout(within, lengths, preset, adapt=partial(_alike, job)).job
+    def fitted(preset: str, within: SearchSpace) -> Job:
+        return fastest_layout(within, lengths, preset).job
 
     def moved(winner: str, layout: Layout) -> Job:
         there = space.fixed_to(replace(layout, weights="auto"))
-        return fastest(config.preset if winner == CONFIGURED else winner, there)
+        return fitted(config.preset if winner == CONFIGURED else winner, there)
 
-    jobs = {CONFIGURED: job} | {preset: fastest(preset, within) for preset, within in spaces.items()}
+    jobs = {CONFIGURED: job} | {preset: fitted(preset, within) for preset, within in spaces.items()}
     watched = _Watched([*jobs], on_progress, searches=False)
     steps = steps or usual_steps(job.global_batch)
     return _verdict(jobs, lengths, steps, watched, moved if baseline else None)
-
-
-def _alike(job: Job, other: Job) -> Job:
-    """``other`` with the documents, prices and memory of ``job``."""
-    priced = ("hardware", "profile", "packed_by", "software", "phases")
-    same = (*priced, "data", "limit", "tied_embeddings", "checkpoint_copy")
-    return replace(other, **{name: getattr(job, name) for name in same})
 
 
 def _verdict(
@@ -370,10 +250,10 @@ class _Watched:
 
 
 def _searched(
-    question: Question, lengths: NDArray[np.int64], system: str, watched: _Watched
+    space: SearchSpace, lengths: NDArray[np.int64], system: str, watched: _Watched
 ) -> SearchResult | UserError:
     try:
-        return question.fastest(system, lengths, partial(watched.searched, system))
+        return fastest(space, system, lengths, partial(watched.searched, system))
     except UserError as error:
         return error
 
@@ -429,8 +309,7 @@ def config_of(preset: str, job: Job, base: Job, model: str, source: str) -> str:
         packing["micro_batch_windows"] = job.packing.micro_batch_windows
     if job.packing.reads("max_length_factor"):
         packing["max_length_factor"] = float(job.packing.max_length_factor)
-    profile = job.profile
-    named = model if profile is None else _measured_name(profile)
+    named = model if job.profile is None else measured_name(job.profile)
     pretrained = named not in MODEL_SHAPES and Path(named).is_dir()
     sections: dict[str, dict[str, Any]] = {
         "model": {"pretrained": named} if pretrained else {"name": named, "vocab_size": job.shape.vocab_size},
@@ -455,10 +334,3 @@ def _written(job: Job) -> dict[str, Any]:
     interleaved = ("virtual_pp",) if job.layout.virtual_pp > 1 else ()
     named = [name for name in ("schedule", "weights") if getattr(job.layout, name) != "auto"]
     return {name: getattr(job.layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved, *named)}
-
-
-def _measured_name(profile: WorkloadProfile) -> str:
-    """The name of the measured model."""
-    measured = replace(profile.model, vocab_size=1)
-    names = (name for name, shape in MODEL_SHAPES.items() if replace(shape, vocab_size=1) == measured)
-    return next(names, "MODEL OF THE PROFILE")

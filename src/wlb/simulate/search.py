@@ -43,9 +43,7 @@ from wlb.simulate.decide import (
 )
 from wlb.simulate.job import preset_sections, simulated_job
 from wlb.simulate.rate import rate
-from wlb.simulate.space import BATCH_TOKENS as BATCH_TOKENS
-from wlb.simulate.space import SearchSpace as SearchSpace
-from wlb.simulate.space import search_space as search_space
+from wlb.simulate.space import SearchSpace
 from wlb.terminal import number_of
 from wlb.workload.base import Checkpointing, DocumentPrices
 from wlb.workload.phases import segment_seconds
@@ -59,7 +57,6 @@ _LARGEST_TP = 32
 _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4, 8)
 
-Adapt = Callable[[Job], Job]
 Told = Callable[[float, float], None]  # the share of a search that is done, and tokens per second of the fastest so far
 
 
@@ -88,16 +85,15 @@ def fastest_layout(
     lengths: DocumentLengths,
     preset: str,
     *,
-    adapt: Adapt = lambda job: job,
     draws: int = DRAWS,
     on_progress: Told = lambda done, rate: None,
 ) -> SearchResult:
-    """The fastest layouts of ``preset`` on documents of ``lengths``; ``adapt`` completes each job.
+    """The fastest layouts of ``preset`` on documents of ``lengths``.
 
     Raises ``UserError`` if no layout fits the memory, or none can run the global batch. If the layout is fixed and does
     not fit, the job that comes closest is returned, because the caller wants to know what it would do.
     """
-    jobs = [adapt(job) for job in _jobs(space, preset)]
+    jobs = [*_jobs(space, preset)]
     if not jobs:
         raise _no_division(space)
     plans, prices = _packed(jobs[0], lengths), jobs[0].work_prices
@@ -253,9 +249,10 @@ def job_on(space: SearchSpace, system: str, layout: Layout, **packing: Any) -> J
     """
     packing = {"global_batch": space.global_batch} | packing
     try:
-        return simulated_job(
+        job = simulated_job(
             space.shape, space.context_window, system, hardware=space.hardware, packing=packing, **vars(layout)
         )
+        return replace(job, **space.settings)
     except UserError:
         if space.layout is not None:
             raise

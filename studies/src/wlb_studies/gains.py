@@ -8,8 +8,8 @@ from itertools import product
 
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
-from wlb.simulate.estimate import estimate, question_of
-from wlb.simulate.search import BATCH_TOKENS
+from wlb.simulate.estimate import estimate
+from wlb.simulate.space import BATCH_TOKENS, search_space
 from wlb.simulate.verdict import BALANCED, BASELINE, LEAST_GAIN, PER_DOCUMENT, usual_steps
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
 
@@ -33,8 +33,8 @@ def run(settings: Settings) -> Report:
         settings.on_progress(f"{model}, {window // _K}K, {gpus} GPUs")
         lengths = sample_lengths(documents_of(window), window, settings.seed)
         try:
-            question = question_of(model, "h100", gpus, lengths, context_window=window, batch_tokens=BATCH_TOKENS)
-            verdict = estimate(question, lengths, _SYSTEMS, settings.steps, source="synthetic").verdict
+            space = search_space(model, gpus, window, lengths, batch_tokens=BATCH_TOKENS)
+            verdict = estimate(space, lengths, _SYSTEMS, settings.steps, source="synthetic").verdict
         except UserError:  # the model does not fit these GPUs
             rows.append((model, f"{window // _K}K", gpus, *[None] * 5))
             continue

@@ -20,7 +20,8 @@ from wlb.errors import UserError
 from wlb.report.answer import about, columns_of
 from wlb.report.evidence import usual_step
 from wlb.report.timeline import Timeline
-from wlb.simulate.estimate import Estimate, estimate, question_of
+from wlb.simulate.estimate import Estimate, estimate
+from wlb.simulate.space import search_space
 from wlb.simulate.verdict import Verdict
 from wlb.token_count import parse_tokens
 from wlb.workload import HARDWARE, MODEL_SHAPES
@@ -84,12 +85,20 @@ def answered(asked: Asked, at: float) -> Answer:
         if asked.content is not None:
             Path(folder, source).write_bytes(asked.content)
         lengths = read_lengths(source if asked.content is None else f"{folder}/{source}")
-        job = options["--model"], options["--hardware"], int(options["--gpus"])
         fixed = {option[2:]: int(options[option]) for option in _SIZES if option in options}
-        question = question_of(*job, lengths, context_window=window, batch_tokens=batch, source=source, fixed=fixed)
+        space = search_space(
+            options["--model"],
+            int(options["--gpus"]),
+            window,
+            lengths,
+            hardware=options["--hardware"],
+            batch_tokens=batch,
+            source=source,
+            fixed=fixed,
+        )
     # After a choice changes, Streamlit ends the old run when it next reads its state.
-    found = estimate(question, lengths, source=source, on_progress=lambda *_: st.session_state.get("gpus"))
-    read = [what_was_read(source, lengths, question.space.context_window), *notes.getvalue().splitlines()]
+    found = estimate(space, lengths, source=source, on_progress=lambda *_: st.session_state.get("gpus"))
+    read = [what_was_read(source, lengths, space.context_window), *notes.getvalue().splitlines()]
     shown = dict.fromkeys((found.verdict.base, found.verdict.fastest))
     return read, found, {name: usual_step(found.verdict, name, lengths) for name in shown}
 

@@ -18,7 +18,8 @@ from wlb.schedules.operations import rank_operations
 from wlb.schedules.timing import pipeline_times
 from wlb.simulate import simulate, simulate_step, simulated_job
 from wlb.simulate.run import pooled
-from wlb.simulate.search import SearchSpace, fastest_layout
+from wlb.simulate.search import fastest_layout
+from wlb.simulate.space import SearchSpace
 from wlb.simulate.verdict import simulate_draws
 from wlb.workload import hardware_preset, make_workload, model_shape
 from wlb.workload.flops import gemm_flops_per_token

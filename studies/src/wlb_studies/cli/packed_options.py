@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Self
 
 import numpy as np
 import typer
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from wlb.cli.groups import given_again, names_of
 from wlb.cli.options import JobOptions, list_of_names, number
 from wlb.errors import UserError
+from wlb_studies.cli.gpu_options import usual_cp, usual_tp
 
 if TYPE_CHECKING:
     from wlb.job.job import Job
@@ -46,18 +47,34 @@ class PackedOptions(JobOptions):
 
     def job(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> AskedJob:
         """The job under preset ``balanced``, in the given layout or in the fastest layout of plain-4d."""
+        from wlb.simulate.estimate import fastest
         from wlb.simulate.filling import check_filling
         from wlb.simulate.job import preset_sections
         from wlb.simulate.verdict import BALANCED, BASELINE
 
         if self.micro_batches is not None and self.batch_tokens is not None:
             raise UserError("--micro-batches and --batch-tokens both set the global batch; leave one of them out")
-        question = self.question(context, source, lengths, self.micro_batches)
-        space = question.space
+        space = self._with_sizes(lengths).space(context, source, lengths)
         check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
-        job = question.fastest(BASELINE, lengths).job
+        job = fastest(space, BASELINE, lengths).job
         packing, sharding = preset_sections(BALANCED, {"global_batch": job.global_batch})
-        return AskedJob(replace(job, packing=packing, sharding=sharding), question.priced_by)
+        return AskedJob(replace(job, packing=packing, sharding=sharding), space.priced_by)
+
+    def _with_sizes(self, lengths: NDArray[np.int64]) -> Self:
+        """The same with the sizes that --micro-batches implies."""
+        from wlb.documents.lengths import assumed_window
+        from wlb.workload import model_shape
+
+        if self.micro_batches is None:
+            return self
+        window = self.context_window or assumed_window(lengths)
+        given = replace(self, batch_tokens=self.micro_batches * window)
+        if self.gpus is not None or self.profile is not None:
+            return given
+        dp = self.dp or 1
+        pp = self.pp or (4 if self.virtual_pp else min(4, max(1, self.micro_batches // dp)))
+        tp = self.tp or usual_tp(model_shape(self.model), self.hardware)
+        return replace(given, dp=dp, pp=pp, tp=tp, cp=self.cp or usual_cp(window))
 
     def given_again(self, context: typer.Context, job: Job) -> list[str]:
         """The options of ``job`` given on the command line, for a command without --micro-batches."""

@@ -13,6 +13,7 @@ from wlb.cli.console import emit_json, show_columns, stderr, stdout
 from wlb.cli.groups import refuse_unused
 from wlb.errors import UserError
 from wlb.report.answer import listed
+from wlb_studies.cli.gpu_options import GpuOptions, PricedGpu
 from wlb_studies.cli.terminal import with_progress, with_room
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _MOST_RANKS, _MOST_PASSES, _MOST_CHUNKS = 512, 20_000, 1_000_000  # takes some m
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillOptions(options.GpuOptions):
+class PrefillOptions(GpuOptions):
     """The GPUs that serve prompts, and their mode."""
 
     token_budget: Annotated[int, options.number_of_tokens("Tokens of a rank in one pass.")]
@@ -107,7 +108,7 @@ def _check_passes(prompts: NDArray[np.int64], asked: PrefillOptions) -> None:
             )
 
 
-def _job(prompts: NDArray[np.int64], asked: PrefillOptions, gpu: options.PricedGpu) -> tuple[PrefillJob, float]:
+def _job(prompts: NDArray[np.int64], asked: PrefillOptions, gpu: PricedGpu) -> tuple[PrefillJob, float]:
     """The job and the prompts that arrive per second; 0 if all arrive at once."""
     import numpy as np
 

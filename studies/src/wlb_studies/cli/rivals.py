@@ -53,24 +53,23 @@ def rivals(
     """
     from wlb.documents.lengths import read_lengths
     from wlb.report.answer import too_few
-    from wlb.simulate.estimate import question_of
     from wlb.simulate.search import DRAWS
+    from wlb.simulate.space import search_space
     from wlb_studies.policies import chosen, compare, epochs, workers
     from wlb_studies.policies.grid import draw_speeds
 
     check_picture(plot)
     names = chosen(policies)
     documents = read_lengths(lengths)
-    question = question_of(
+    space = search_space(
         given.model,
-        given.hardware,
         given.gpus,
+        given.context_window,
         documents,
-        context_window=given.context_window,
+        hardware=given.hardware,
         batch_tokens=given.batch_tokens,
         source=lengths,
     )
-    space = question.space
     with counted("policies") as progress, workers(len(names)) as apart:
         outcomes, without = compare(
             names, space, documents, steps, on_progress=lambda done: progress(done, len(names)), apart=apart
@@ -98,8 +97,8 @@ def rivals(
         )
         return
     _show(outcomes, f"{title}\nsimulated; planning measured here", f"{DRAWS} draws of {number_of(steps, 'step')}")
-    if question.assumed:
-        note(f"defaults used: {', '.join(question.assumed)}")
+    if space.assumed:
+        note(f"defaults used: {', '.join(space.assumed)}")
     for remark in _beside(outcomes):
         note(remark)
     if passes > 1:

@@ -11,6 +11,7 @@ from wlb.cli import options
 from wlb.cli.console import emit_json, show_columns, show_next
 from wlb.cli.groups import given_again, names_of
 from wlb.report.answer import listed
+from wlb_studies.cli.gpu_options import GpuOptions
 from wlb_studies.cli.terminal import with_progress, with_room
 from wlb_studies.plots import Plot, check_picture
 
@@ -23,7 +24,7 @@ def sharding(
     lengths: options.Lengths,
     context_window: options.ContextWindow,
     cp: Annotated[int, options.number("Context-parallel size: ranks that share a micro-batch.")],
-    gpu: options.GpuOptions,
+    gpu: GpuOptions,
     strategies: Annotated[
         str | None,
         options.list_of_names("Of per_sequence, per_document, adaptive, balanced; default: all."),
@@ -75,7 +76,7 @@ def sharding(
         return
     sizes = f"window {context_window:,}, cp {cp}, {len(micro_batches)} micro-batches"
     _show(results, f"{sizes}\npredicted for {listed(priced_by)}")
-    same = names_of(options.GpuOptions) + ["context_window"] + ["cp"] * (gpu.profile is None)
+    same = names_of(GpuOptions) + ["context_window"] + ["cp"] * (gpu.profile is None)
     show_next("check", lengths, *given_again(context, same))
 
 

@@ -23,7 +23,8 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.simulate import SimulationResult, simulate
 from wlb.simulate.job import NamedJob
-from wlb.simulate.search import fastest_layout, search_space
+from wlb.simulate.search import fastest_layout
+from wlb.simulate.space import search_space
 from wlb_studies.experiment import Settings
 
 # The paper runs interleaved 1F1B (section 6) with "several chunks of layers" on each rank (section 2.1), and as many
@@ -91,22 +92,17 @@ class Bench:
         """Simulate ``preset`` in its fastest layout of these ``sizes``, on as many GPUs with the same global batch."""
         job, layout = self._job, self._job.layout
         windows = layout.dp * (job.rank_micro_batches or layout.pp)
-        found = [
-            fastest_layout(
-                search_space(
-                    job.model,
-                    layout.world_size,
-                    job.context_window,
-                    batch_tokens=windows * job.context_window,
-                    fixed={"schedule": schedule, **sizes},
-                ),
-                self.lengths,
-                preset,
-                adapt=_in_order,
-                draws=1,
+        found = []
+        for schedule in schedules:
+            space = search_space(
+                job.model,
+                layout.world_size,
+                job.context_window,
+                batch_tokens=windows * job.context_window,
+                fixed={"schedule": schedule, **sizes},
             )
-            for schedule in schedules
-        ]
+            space = replace(space, settings={"data": self.job(preset).data})
+            found.append(fastest_layout(space, self.lengths, preset, draws=1))
         return self.simulate(max((one.ranking[0] for one in found), key=lambda one: one.tokens_per_second).job)
 
     def run(self, preset: str, **settings: Any) -> SimulationResult:
@@ -125,9 +121,6 @@ class Bench:
         return simulate(job, self.lengths, self.steps)
 
     def job(self, preset: str, **settings: Any) -> Job:
-        return _in_order(self._job.under(preset, **({"virtual_pp": CHUNKS} | settings)))
-
-
-def _in_order(job: Job) -> Job:
-    """``job`` on documents in the order of the loader."""
-    return replace(job, data=job.data.changed(shuffle=False))
+        """The job under ``preset``, on documents in the order of the loader."""
+        job = self._job.under(preset, **({"virtual_pp": CHUNKS} | settings))
+        return replace(job, data=job.data.changed(shuffle=False))

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError, choose_from
 from wlb.simulate.filling import check_filling
-from wlb.simulate.search import SearchSpace
+from wlb.simulate.space import SearchSpace
 from wlb.simulate.verdict import usual_steps
 from wlb_studies.policies import (
     bytescale,

@@ -24,7 +24,8 @@ from wlb.documents.lengths import read_lengths
 from wlb.documents.prepare.sources import stdlib_documents, stdlib_files, stdlib_root
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError, require
-from wlb.simulate.search import DRAWS, search_space
+from wlb.simulate.search import DRAWS
+from wlb.simulate.space import search_space
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
 from wlb_studies.plots import pyplot_without_display, save
 from wlb_studies.policies import BASE, DELAYING, POLICIES, Outcome, compare

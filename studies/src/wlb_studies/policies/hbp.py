@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from wlb.simulate.search import SearchSpace
+from wlb.simulate.space import SearchSpace
 from wlb_studies.policies.filling import Integers, best_fit, in_order, longest_first, power_of_two
 from wlb_studies.policies.hotspa import HotSwitching, without_update
 from wlb_studies.policies.layouts import candidate_ranks, checkpointed

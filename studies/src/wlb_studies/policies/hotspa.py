@@ -16,7 +16,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 
-from wlb.simulate.search import SearchSpace
+from wlb.simulate.space import SearchSpace
 from wlb.workload.links import group_link
 from wlb.workload.weights import parameters
 from wlb_studies.policies.filling import Integers, best_fit, longest_first, power_of_two

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb.simulate.search import SearchSpace
+from wlb.simulate.space import SearchSpace
 from wlb_studies.exact import solve
 from wlb_studies.policies.filling import Integers, best_fit, lightest, longest_first, power_of_two
 from wlb_studies.policies.layouts import candidate_ranks

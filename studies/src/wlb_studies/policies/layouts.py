@@ -18,7 +18,8 @@ from wlb.job.job import Job, limit_of_gpu
 from wlb.schedules.layout import Weights
 from wlb.settings import MOST_RANKS
 from wlb.simulate.decide import with_stages
-from wlb.simulate.search import SearchSpace, job_on, meshes
+from wlb.simulate.search import job_on, meshes
+from wlb.simulate.space import SearchSpace
 from wlb.workload.base import Checkpointing
 from wlb_studies.policies.filling import power_of_two
 from wlb_studies.policies.plan import Integers, Ranks

@@ -19,7 +19,7 @@ from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import preset_sections
 from wlb.simulate.rate import rate, simulate_step
-from wlb.simulate.search import SearchSpace, search_space
+from wlb.simulate.space import SearchSpace, search_space
 from wlb_studies.experiment import Column, Report, Settings, Table, grouped_bars
 from wlb_studies.policies.grid import BATCH_TOKENS, DOCUMENTS, K, RivalJob, documents_of
 from wlb_studies.policies.layouts import candidate_ranks, no_layout

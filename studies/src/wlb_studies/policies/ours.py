@@ -11,7 +11,8 @@ from wlb.job.memory.fit import predicted_memory
 from wlb.job.planner import StepPlanner
 from wlb.simulate.rate import simulate_steps
 from wlb.simulate.run import pooled
-from wlb.simulate.search import SearchSpace, fastest_layout, layout_of
+from wlb.simulate.search import fastest_layout, layout_of
+from wlb.simulate.space import SearchSpace
 from wlb.simulate.verdict import simulate_draws, usual_steps
 from wlb_studies.policies.plan import Integers
 from wlb_studies.policies.policy import Outcome, Policy

@@ -24,7 +24,8 @@ from wlb.job.config import DataConfig
 from wlb.job.job import limit_of_gpu
 from wlb.schedules.layout import Weights
 from wlb.simulate.filling import global_batches
-from wlb.simulate.search import DRAWS, SearchSpace
+from wlb.simulate.search import DRAWS
+from wlb.simulate.space import SearchSpace
 from wlb.simulate.verdict import usual_steps
 from wlb_studies.policies.layouts import HANDLINGS, candidate_ranks, layout_text, no_layout, other_capacities
 from wlb_studies.policies.plan import Integers, Plan, Ranks

@@ -29,7 +29,8 @@ from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases
 from wlb.simulate.decide import with_stages
-from wlb.simulate.search import SearchSpace, job_on, layout_of, meshes
+from wlb.simulate.search import job_on, layout_of, meshes
+from wlb.simulate.space import SearchSpace
 from wlb.simulate.step import Steps
 from wlb.workload.base import Checkpointing
 from wlb_studies.policies.filling import Integers, best_fit, longest_first
