@@ -11,7 +11,7 @@ memory. All seconds are whole ticks, so that every machine makes the same lists.
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -69,18 +69,20 @@ class _Ranks:
         ends = accumulate(documents)
         # Micro-batches in the order in which they go backward.
         self._back = [end - 1 - place for end, count in zip(ends, documents, strict=True) for place in range(count)]
-        self._tails = _tails(load, self._back)
+        kinds = FORWARD, first_part
+        self._tails = dict(zip(kinds, _tails(load, self._back), strict=True))
+        # The micro-batches of every stage in order, with none at the end, and when the inputs of each have arrived.
+        self._order = dict(zip(kinds, ([*range(len(self._back)), -1], [*self._back, -1]), strict=True))
+        self._arrived: dict[str, list[dict[int, int]]] = {kind: [{} for _ in load.forward] for kind in kinds}
+        self._arrived[FORWARD][0] = dict.fromkeys(self._back, 0)
         self._own = [range(rank, self._stages, pp) for rank in range(pp)]
         # The memory that the forwards of every document that have not run will take on each rank.
-        of_ranks = [np.bincount(self._document, load.held[rank::pp].sum(axis=0)) for rank in range(pp)]
-        self._needed = [[int(memory) for memory in of_rank] for of_rank in of_ranks]
+        of_ranks = (np.bincount(self._document, load.held[rank::pp].sum(axis=0)) for rank in range(pp))
+        self._needed: list[list[int]] = [of_rank.astype(np.int64).tolist() for of_rank in of_ranks]
         self._limits = [max(limit, *needed) for limit, needed in zip(limits, self._needed, strict=True)]
         self._held: list[dict[int, int]] = [{} for _ in range(pp)]  # memory of every document that has begun, in order
         self._late: list[deque[tuple[int, int]]] = [deque() for _ in range(pp)]  # backwards with a weight part to run
         self._free = [0] * pp
-        # When the inputs of the next forwards of each stage arrive, in order, and those of its next backwards.
-        self._forwards_at = [[0] * len(self._back) if stage == 0 else [] for stage in range(self._stages)]
-        self._backwards_at: list[dict[int, int]] = [{} for _ in range(self._stages)]
         self._done = {FORWARD: [0] * self._stages, first_part: [0] * self._stages, WEIGHT: [0] * self._stages}
         self._choices: list[list[tuple[int, int, int, str, int]]] = [[] for _ in range(pp)]
         self.begins = [_NEVER] * pp  # when each rank can run its next operation
@@ -116,32 +118,22 @@ class _Ranks:
 
     def _hand_on(self, rank: int, stage: int, kind: str, micro_batch: int, end: int) -> None:
         """Note when the result arrives at the operation that waits for it."""
-        if kind == FORWARD and stage + 1 == self._stages:
-            self._backwards_at[stage][micro_batch] = end
-            return
         receiver = stage + (1 if kind == FORWARD else -1)
-        if receiver < 0:
-            return
-        arrives = end + self._transfer[micro_batch] * (self._pp > 1)
-        if kind == FORWARD:
-            self._forwards_at[receiver].append(arrives)
-        else:
-            self._backwards_at[receiver][micro_batch] = arrives
-        if receiver % self._pp != rank:
-            self._look(receiver % self._pp)
+        if receiver == self._stages:
+            self._arrived[self._first_part][stage][micro_batch] = end
+        elif receiver >= 0:
+            self._arrived[kind][receiver][micro_batch] = end + self._transfer[micro_batch] * (self._pp > 1)
+            if receiver % self._pp != rank:
+                self._look(receiver % self._pp)
 
     def _look(self, rank: int) -> None:
         """Find what ``rank`` can run next: when the input arrives, its priority, and the operation."""
         choices: list[tuple[int, int, int, str, int]] = []
-        forwards, backwards = self._tails
-        for stage in self._own[rank]:
-            place = self._done[self._first_part][stage]
-            if place < len(self._back) and (micro_batch := self._back[place]) in self._backwards_at[stage]:
-                arrives = self._backwards_at[stage][micro_batch]
-                choices.append((arrives, -backwards[stage][micro_batch], stage, self._first_part, micro_batch))
-            place = self._done[FORWARD][stage]
-            if place < len(self._forwards_at[stage]) and self._has_room(rank, stage, place):
-                choices.append((self._forwards_at[stage][place], -forwards[stage][place], stage, FORWARD, place))
+        for stage, kind in product(self._own[rank], self._order):
+            arrived, micro_batch = self._arrived[kind][stage], self._order[kind][self._done[kind][stage]]
+            if micro_batch in arrived and (kind != FORWARD or self._has_room(rank, stage, micro_batch)):
+                priority = -self._tails[kind][stage][micro_batch]
+                choices.append((arrived[micro_batch], priority, stage, kind, micro_batch))
         if self._late[rank]:
             stage, micro_batch = self._late[rank][0]
             choices.append((0, 1, stage, WEIGHT, micro_batch))

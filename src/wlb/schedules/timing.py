@@ -75,13 +75,10 @@ def pipeline_times(
     weight: ArrayLike | None = None,
     *,
     transfer: ArrayLike = 0.0,
-    together: ArrayLike | None = None,
 ) -> PipelineTimes:
     """When each operation runs in pipelines whose ranks have these ``operations``; seconds as ``pipeline_makespan``.
 
-    If a ``backward`` has two parts, ``weight`` is required: the seconds of the weight part. ``together``, shape (...,
-    micro_batches), joins pipelines: pipelines with the same number in a micro-batch, from 0 to the number of pipelines,
-    begin each of its operations when all of them can.
+    If a ``backward`` has two parts, ``weight`` is required: the seconds of the weight part.
     """
     *batch, stages, micro_batches = forward.shape
     later = np.zeros_like(backward) if weight is None else np.minimum(weight, backward)
@@ -95,10 +92,9 @@ def pipeline_times(
     # Seconds of every transfer: 0 for none, then of every micro-batch; shape (1 + micro_batches, pipelines).
     sent = np.broadcast_to(transfer, (*batch, micro_batches)).reshape(-1, micro_batches).T
     delays = np.concatenate([np.zeros((1, sent.shape[1])), sent])
-    joined = None if together is None else np.asarray(together, np.int64).reshape(-1, micro_batches).T
     # Row 0 is the start of the step; row k + 1 is when the k-th operation ends.
     ends = np.zeros((len(seconds) + 1, seconds.shape[1]))
-    if alone := seconds.shape[1] == 1 and joined is None:  # lists are faster for a single pipeline
+    if alone := seconds.shape[1] == 1:  # lists are faster for a single pipeline
         travels, done = delays[:, 0].tolist(), [0.0]
         for second, previous, input_, travelling in zip(seconds[:, 0].tolist(), *waves.waits_for.tolist(), strict=True):
             done.append(max(done[input_] + travels[travelling], done[previous]) + second)
@@ -106,8 +102,6 @@ def pipeline_times(
     for start, stop in () if alone else waves.bounds:
         previous, input_, travelling = waves.waits_for[:, start:stop]
         arrival = np.maximum(ends[input_] + delays[travelling], ends[previous])
-        if joined is not None:
-            arrival = _latest(arrival, joined[micro_batch[start:stop]])
         np.add(arrival, seconds[start:stop], out=ends[start + 1 : stop + 1])
     by_pipeline = (seconds, ends[1:], ends[waves.last_of_rank])
     return PipelineTimes(waves.in_order, *(times.reshape(-1, *batch) for times in by_pipeline))
@@ -145,15 +139,6 @@ def planned_times(
 def in_dependency_order(operations: RankOperations) -> tuple[Operation, ...]:
     """The operations of all ranks in one order, each after those it waits for; ranks advance side by side."""
     return _waves(operations).in_order
-
-
-def _latest(arrival: Array, joined: NDArray[np.int64]) -> Array:
-    """The latest arrival among joined pipelines, for each of them; shapes (operations, pipelines)."""
-    operations, pipelines = arrival.shape
-    place = joined + pipelines * np.arange(operations)[:, None]
-    latest = np.zeros(arrival.size)
-    np.maximum.at(latest, place.ravel(), arrival.ravel())
-    return np.asarray(latest[place], np.float64)
 
 
 _KINDS = FORWARD, BACKWARD, INPUT, WEIGHT

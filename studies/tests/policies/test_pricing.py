@@ -31,7 +31,7 @@ from wlb_studies.policies.hydraulis import Heterogeneous, Pipelines, _columns, _
 from wlb_studies.policies.ours import PresetPolicy
 from wlb_studies.policies.plan import Group, GroupPlan, Ranks
 from wlb_studies.policies.policy import LayoutTrial, PricedStep, RankPolicy, RankTrial, batches_of_draws, best_of
-from wlb_studies.policies.pricing import StepPrice, peak_memory, price
+from wlb_studies.policies.pricing import StepPrice, joined_ends, peak_memory, price
 
 LAYOUTS = [
     {"dp": 2, "cp": 2, "pp": 1, "micro_batches": 3},
@@ -64,8 +64,7 @@ def test_pipelines_that_run_a_micro_batch_together_begin_it_together():
     """One stage: the second pipeline's 1 + 1 s are over when the first ends its 3 + 3 s, and both go on from there."""
     forward = np.array([[[3.0, 1.0]], [[1.0, 1.0]]])
     operations = rank_operations("1f1b", 1, 2)
-    times = pipeline_times(operations, forward, forward, together=[[0, 0], [1, 0]])
-    assert times.rank_ends.tolist() == [[8.0, 8.0]]
+    assert joined_ends(operations, forward, forward, np.array([[0, 0], [1, 0]])).tolist() == [[8.0, 8.0]]
     apart = pipeline_times(operations, forward, forward)
     assert apart.rank_ends.tolist() == [[8.0, 4.0]]
 

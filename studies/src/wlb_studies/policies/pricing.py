@@ -19,7 +19,8 @@ from wlb.job.config import ShardingConfig
 from wlb.job.job import Job
 from wlb.job.memory.walk import predict_memory
 from wlb.job.prices import nodes_of
-from wlb.schedules.timing import pipeline_times
+from wlb.schedules.operations import FORWARD, RankOperations
+from wlb.schedules.timing import in_dependency_order
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Shards
 from wlb.simulate.costs import JobCosts
@@ -163,18 +164,37 @@ def step_seconds(
         forward_gathered, backward_gathered = (np.where(seconds.tokens[:, None] > 0, phase, 0.0) for phase in staged)
         staged = forward_gathered, backward_gathered
     slots = -(-forward.shape[-1] // job.layout.pp) * job.layout.pp if job.layout.virtual_pp > 1 else forward.shape[-1]
-    forwards, backwards = (_filled(values, slots) for values in staged)
-    times = pipeline_times(
-        job.layout.operations(slots),
-        forwards,
-        backwards,
-        transfer=_filled(costs.job.transfer_seconds(seconds.tokens)[None], slots) if job.layout.pp > 1 else 0.0,
-        together=np.concatenate([began, np.zeros((len(began), slots - began.shape[1]), np.int64)], axis=1)[None],
-    )
-    ends = times.rank_ends[:, 0].max(axis=1)
+    forwards, backwards = (_filled(values[0], slots) for values in staged)
+    transfer = _filled(costs.job.transfer_seconds(seconds.tokens), slots) if job.layout.pp > 1 else 0.0
+    together = _filled(began.astype(np.float64), slots).astype(np.int64)
+    ends = joined_ends(job.layout.operations(slots), forwards, backwards, together, transfer).max(axis=1)
     if updates_weights:
         ends = ends + late_reduction(costs, backward)[:, 0] + costs.optimizer
     return float(ends.max())
+
+
+def joined_ends(
+    operations: RankOperations, forward: Array, backward: Array, together: NDArray[np.int64], transfer: ArrayLike = 0.0
+) -> Array:
+    """When each pipeline rank has finished, (pp, pipelines), from seconds of shape (pipelines, stages, micro_batches).
+
+    Pipelines with the same number in ``together``, (pipelines, micro_batches), from 0 to the number of pipelines, begin
+    each operation of the micro-batch when all of them can. ``transfer`` is as in ``pipeline_makespan``.
+    """
+    delays, rank_ends = np.broadcast_to(transfer, together.shape), np.zeros((len(operations), len(forward)))
+    ends: dict[tuple[int, int, bool], Array] = {}
+    for stage, micro_batch, kind in in_dependency_order(operations):
+        rank, forwards = stage % len(operations), kind == FORWARD
+        sender, arrival = (stage - 1 if forwards else stage + 1), rank_ends[rank]
+        if (sent := ends.get((sender, micro_batch, forwards))) is not None:
+            arrival = np.maximum(arrival, sent + delays[:, micro_batch] * (sender % len(operations) != rank))
+        elif not forwards:  # the last stage waits for its own forward
+            arrival = np.maximum(arrival, ends[stage, micro_batch, True])
+        latest = np.zeros(1 + len(forward))
+        np.maximum.at(latest, together[:, micro_batch], arrival)
+        seconds = (forward if forwards else backward)[:, stage, micro_batch]
+        rank_ends[rank] = ends[stage, micro_batch, forwards] = latest[together[:, micro_batch]] + seconds
+    return rank_ends
 
 
 def fetching(job: Job) -> Job:
