@@ -14,17 +14,16 @@ that did not keep what they received get it again, in parts, while they compute 
 Every layer takes an equal share of the seconds, so all layers together wait as a single one does.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable, Container, Iterable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.sharding.pieces import Locality, Pieces, in_order, last_keys, locality
-from wlb.sharding.plan import MOST_PARTS, PART_CUTS, ShardPlan, exchange_parts, owners
+from wlb.sharding.pieces import Locality, Pieces, last_keys
+from wlb.sharding.plan import MOST_PARTS, PART_CUTS, exchange_parts
 from wlb.workload import Costs
 from wlb.workload.base import Phase
 
@@ -41,9 +40,21 @@ class Phases(NamedTuple):
     backward: Seconds
 
     @classmethod
-    def of(cls, price: Callable[[ArrayLike, Phase], Seconds], tokens: ArrayLike) -> Phases:
+    def of(cls, price: Callable[[ArrayLike, Phase], Seconds], tokens: ArrayLike) -> Self:
         """``price`` of ``tokens`` in both directions."""
         return cls(price(tokens, "forward"), price(tokens, "backward"))
+
+    @classmethod
+    def attending(cls, pieces: Pieces, shape: tuple[int, ...], costs: Costs) -> Self:
+        """Attention of every rank over its ``pieces``, of ``shape`` (plans, cp)."""
+        lanes = math.prod(shape)
+        longest = last_keys(pieces, lanes)
+
+        def seconds(phase: Phase) -> Seconds:
+            of_lanes = np.bincount(pieces.lane, costs.piece_seconds(pieces.start, pieces.stop, phase), lanes)
+            return (of_lanes.astype(np.float64) + costs.drain_seconds(longest, phase)).reshape(shape)
+
+        return cls(seconds("forward"), seconds("backward"))
 
     @property
     def both(self) -> Seconds:
@@ -66,42 +77,21 @@ class Shards(NamedTuple):
     alone: NDArray[np.bool_]  # whether it has only one segment, shape (..., micro_batches)
 
     @classmethod
-    def of_pieces(cls, pieces: Pieces, where: Locality, costs: Costs) -> Shards:
+    def of_pieces(cls, pieces: Pieces, where: Locality, costs: Costs) -> Self:
         """The shards of plans with these ``pieces``, whose locality is ``where``; shape (plans, cp)."""
-        longest = last_keys(pieces, where.tokens.size)
+        forward, backward = Phases.attending(pieces, where.tokens.shape, costs)
+        return cls(attention_forward=forward, attention_backward=backward, **where._asdict())
 
-        def attention(phase: Phase) -> Seconds:
-            seconds = costs.piece_seconds(pieces.start, pieces.stop, phase)
-            of_lanes = np.bincount(pieces.lane, seconds, where.tokens.size).astype(np.float64)
-            return (of_lanes + costs.drain_seconds(longest, phase)).reshape(where.tokens.shape)
-
-        columns = {name: getattr(where, name) for name in cls._fields if hasattr(where, name)}
-        return cls(attention_forward=attention("forward"), attention_backward=attention("backward"), **columns)
-
-    @classmethod
-    def of_plan(cls, plan: ShardPlan, costs: Costs) -> Shards:
-        """The shards of one plan without a slice; shape (1, cp)."""
-        pieces = in_order(Pieces(owners(plan.pieces), *np.concatenate(plan.pieces).T))
-        return cls.of_pieces(pieces, locality(pieces, len(plan.segment_lengths), 1, plan.cp_size), costs)
-
-    def with_slices(self, pieces: Pieces, sizes: NDArray[np.int64], earlier: NDArray[np.int64], costs: Costs) -> Shards:
+    def with_slices(self, pieces: Pieces, sizes: NDArray[np.int64], earlier: NDArray[np.int64], costs: Costs) -> Self:
         """The same with one more slice in each micro-batch: ``pieces`` of ``sizes`` tokens, after ``earlier`` tokens.
 
         All ranks receive the keys of the whole slice; they already have the keys of earlier slices.
         """
-        shape = self.tokens.shape
-        of_lanes = pieces._replace(
-            start=pieces.start + earlier[pieces.segment], stop=pieces.stop + earlier[pieces.segment]
-        )
+        shape, before_piece = self.tokens.shape, earlier[pieces.segment]
+        deeper = pieces._replace(start=pieces.start + before_piece, stop=pieces.stop + before_piece)
         held = np.bincount(pieces.lane, pieces.stop - pieces.start, self.tokens.size).astype(np.int64).reshape(shape)
-        longest = last_keys(of_lanes, self.tokens.size)
-
-        def attention(phase: Phase) -> Seconds:
-            seconds = costs.piece_seconds(of_lanes.start, of_lanes.stop, phase)
-            summed = np.bincount(pieces.lane, seconds, self.tokens.size).astype(np.float64)
-            return (summed + costs.drain_seconds(longest, phase)).reshape(shape)
-
-        forward, tokens, cp = attention("forward"), self.tokens + held, shape[1]
+        forward, backward = Phases.attending(deeper, shape, costs)
+        tokens, cp = self.tokens + held, shape[1]
         total, before = sizes[:, None], earlier[:, None]
         own = np.clip((before + held / 2) / (before + total / 2), 0, 1)  # held share of the attended keys
         both = self.attention_forward + forward
@@ -110,26 +100,25 @@ class Shards(NamedTuple):
         )
         received, sent = self.received + (total - held), self.sent + (cp - 1) * held
         moved = np.maximum(received, sent)
-        waits_for = np.broadcast_to(moved.max(axis=1, keepdims=True), shape)
-        return Shards(
+        return self._replace(
             tokens=tokens,
             attention_forward=both,
-            attention_backward=self.attention_backward + attention("backward"),
+            attention_backward=self.attention_backward + backward,
             own_share=share,
             received=received,
             sent=sent,
-            waits_for=waits_for,
+            waits_for=np.broadcast_to(moved.max(axis=1, keepdims=True), shape),
             merged_tokens=self.merged_tokens + held,
             kept=np.ones_like(self.kept),
             parts=exchange_parts(moved.max(axis=1), tokens.sum(axis=1), cp),
             alone=np.zeros_like(self.alone),
         )
 
-    def map(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Shards:
+    def map(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Self:
         """The same with every column changed."""
-        return Shards(*map(change, self))
+        return type(self)(*map(change, self))
 
-    def reshaped(self, *shape: int) -> Shards:
+    def reshaped(self, *shape: int) -> Self:
         """The same with the first axis, micro-batches, reshaped to ``shape``."""
         return self.map(lambda column: column.reshape(*shape, *column.shape[1:]))
 
@@ -227,7 +216,7 @@ class Priced(NamedTuple):
         computing: tuple[Phases, Phases] | None = None,
         modelled: Container[str] = GROUP_CAUSES,
         together: Callable[[Seconds], Seconds] = slowest_rank,
-    ) -> Priced:
+    ) -> Self:
         """The only price of micro-batches; ``computing`` is ``computing_seconds``, if it is known already.
 
         Only the ``modelled`` of ``GROUP_CAUSES`` take time beside computing, and ``together`` reduces the seconds of

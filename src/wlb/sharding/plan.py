@@ -9,11 +9,9 @@ The first segment may be a slice of a longer one, whose other slices are in othe
 attend the ``earlier`` tokens before it. Later slices attend its keys on every rank, so all ranks receive them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -51,11 +49,6 @@ class ShardPlan:
     def tokens(self) -> int:
         """Tokens of the micro-batch."""
         return sum(self.segment_lengths)
-
-    @cached_property
-    def segment_starts(self) -> NDArray[np.int64]:
-        """Position of the first token of each segment in the micro-batch; the last entry is the number of tokens."""
-        return np.concatenate([[0], np.cumsum(self.segment_lengths, dtype=np.int64)])
 
     @cached_property
     def tokens_per_rank(self) -> NDArray[np.int64]:
@@ -117,7 +110,8 @@ class ShardPlan:
     def positions(self, rank: int) -> NDArray[np.int64]:
         """Positions in the micro-batch of the tokens that ``rank`` holds, in its order; shape (local tokens,)."""
         segment, start, stop = self.pieces[rank].T
-        return ranges(self.segment_starts[segment] + start, stop - start)
+        before = np.cumsum(self.segment_lengths) - self.segment_lengths
+        return ranges(before[segment] + start, stop - start)
 
     def to_json(self) -> dict[str, Any]:
         more = {} if self.earlier is None else {"earlier": self.earlier}
@@ -128,7 +122,7 @@ class ShardPlan:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ShardPlan:
+    def from_json(cls, data: dict[str, Any]) -> Self:
         return cls(
             data["strategy"],
             tuple(data["segment_lengths"]),

@@ -18,6 +18,8 @@ from wlb.errors import UserError
 from wlb.report.html.diagrams import areas_by_document
 from wlb.sharding import ShardPlan, make_shard_plan
 from wlb.sharding.latency import Priced, Shards
+from wlb.sharding.pieces import Pieces, in_order, locality
+from wlb.sharding.plan import owners
 from wlb.workload import Costs
 from wlb_studies.plots import pyplot_without_display, save
 
@@ -111,7 +113,8 @@ class ShardLatency:
 
 def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
     """Price ``plan``, which has no slice, with the ``costs`` of one GPU."""
-    shards = Shards.of_plan(plan, costs)
+    pieces = in_order(Pieces(owners(plan.pieces), *np.concatenate(plan.pieces).T))
+    shards = Shards.of_pieces(pieces, locality(pieces, len(plan.segment_lengths), 1, plan.cp_size), costs)
     tokens, exchange = shards.tokens[0], costs.exchange_seconds(shards.waits_for[0].max(), plan.cp_size)
     return ShardLatency(
         attention=shards.attention_forward[0] + shards.attention_backward[0],
