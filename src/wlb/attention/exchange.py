@@ -13,8 +13,6 @@ empty messages, and return gradients the same way; ``build_mesh`` makes the firs
 by order: they run the plans that they share in the same order, layer by layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -100,24 +98,6 @@ def _exchange(sent: Tensor, send_counts: list[int], receive_counts: list[int], r
         return PendingExchange(dist.batch_isend_irecv(messages) if messages else [], received, sent)
 
 
-class KVReexchanges:
-    """The exchanges that a stage repeats in the backward of a micro-batch, each during the layer above its own."""
-
-    def __init__(self) -> None:
-        self._layers: list[KVReexchange] = []  # from the bottom up
-
-    def add(self, reexchange: KVReexchange) -> KVReexchange:
-        """Add the exchange of the next layer up."""
-        self._layers.append(reexchange)
-        return reexchange
-
-    def start_below(self, reexchange: KVReexchange) -> None:
-        """Start the exchange of the layer below, and release ``reexchange``."""
-        del self._layers[self._layers.index(reexchange) :]
-        if self._layers:
-            self._layers[-1].start()
-
-
 class KVReexchange:
     """Exchanges the keys and values of one layer again."""
 
@@ -137,3 +117,21 @@ class KVReexchange:
         self.start()
         pending, self._pending = self._pending, []
         return pending
+
+
+class KVReexchanges:
+    """The exchanges that a stage repeats in the backward of a micro-batch, each during the layer above its own."""
+
+    def __init__(self) -> None:
+        self._layers: list[KVReexchange] = []  # from the bottom up
+
+    def add(self, reexchange: KVReexchange) -> KVReexchange:
+        """Add the exchange of the next layer up."""
+        self._layers.append(reexchange)
+        return reexchange
+
+    def start_below(self, reexchange: KVReexchange) -> None:
+        """Start the exchange of the layer below, and release ``reexchange``."""
+        del self._layers[self._layers.index(reexchange) :]
+        if self._layers:
+            self._layers[-1].start()

@@ -104,14 +104,15 @@ def _layout(plan: ShardPlan, rank: int, device: torch.device) -> ShardLayout:
     cuts = [start + ((stop - start) * cut).astype(np.int64) for cut in PART_CUTS[parts]] if parts else []
     messages = [_message(plan, rank, device, begin, (end - begin) * plan.receivers) for begin, end in pairwise(cuts)]
     held = np.concatenate([own, *(received for _, received in messages)])
-    of_slice = int(_lengths(own[own[:, 0] == 0]).sum())  # its local tokens attend earlier slices as one sequence
+    of_segments = np.bincount(own[:, 0], _lengths(own), 1).astype(np.int64)  # local tokens
     return ShardLayout(
-        own_batch=VariableLengthBatch.of_segments(_tokens_per_segment(own)) if len(own) else None,
+        own_batch=VariableLengthBatch.of_segments(tuple(of_segments[of_segments > 0].tolist())) if len(own) else None,
         parts=tuple([replace(part, attended=_attended(own, received, device)) for part, received in messages]),
         keeps_received=plan.keeps_received,
         slice_rows=_rows(device, _keys_seen(_after(plan), held)[0]),
         earlier=plan.earlier or 0,
-        before=_attended(_piece(0, of_slice), _piece(-(plan.earlier or 0), 0), device),
+        # The local tokens of a slice attend earlier slices as one sequence.
+        before=_attended(_piece(0, int(of_segments[0])), _piece(-(plan.earlier or 0), 0), device),
     )
 
 
@@ -148,13 +149,9 @@ def _window_layout(plan: ShardPlan, rank: int, device: torch.device, window: int
     held, earlier = np.concatenate([own, received]), min(plan.earlier or 0, window - 1)
     keys = np.concatenate([held, _piece(-earlier, 0)])
     key_rows, key_lengths = _keys_seen(own, keys, window)
-    batch = (
-        VariableLengthBatch(tuple(_lengths(own).tolist()), tuple(key_lengths.tolist()), True, window)
-        if len(own)
-        else None
-    )
+    batch = VariableLengthBatch(tuple(_lengths(own).tolist()), tuple(key_lengths.tolist()), True, window)
     return ShardLayout(
-        own_batch=batch,
+        own_batch=batch if len(own) else None,
         window_rows=on_device(key_rows, device),
         window_sums=_row_sums(device, key_rows, int(_lengths(keys).sum())),
         parts=(message,) if reached.any() else (),
@@ -216,11 +213,6 @@ def _keys_seen(own: Table, held: Table, window: int | None = None) -> tuple[Indi
     per_piece = np.zeros(len(own), np.int64)
     np.add.at(per_piece, piece, lengths)
     return ranges(rows[seen] + begin - start[seen], lengths), per_piece
-
-
-def _tokens_per_segment(table: Table) -> tuple[int, ...]:
-    first = np.flatnonzero(np.append(True, table[1:, 0] != table[:-1, 0]))
-    return tuple(np.add.reduceat(_lengths(table), first).tolist())
 
 
 def _lengths(table: Table) -> Indices:

@@ -5,8 +5,6 @@ Slices run backward in reverse order. A slice leaves gradients for those keys an
 them to their own, so that the gradients equal those of the whole document.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import count
@@ -26,21 +24,10 @@ class SliceOf(NamedTuple):
     length: int
 
 
-class KeptSlices:
-    """Keys and values of the slices between their forward and backward, in one pipeline stage and one step."""
-
-    def __init__(self) -> None:
-        self.kept: dict[object, list[SliceInLayer]] = defaultdict(list)
-
-    def layers(self, slice_of: SliceOf) -> Iterator[SliceInLayer]:
-        """One for every attention call in the forward of the micro-batch that holds the slice, in order."""
-        return (SliceInLayer(self.kept[slice_of[:2], layer], slice_of) for layer in count())
-
-
 class SliceInLayer:
     """A slice in one layer: the keys and values of earlier slices, and the gradients that later slices leave for it."""
 
-    def __init__(self, kept: list[SliceInLayer], slice_of: SliceOf) -> None:
+    def __init__(self, kept: "list[SliceInLayer]", slice_of: SliceOf) -> None:
         self._kept, self._slice_of = kept, slice_of
         self._x_K2GE = torch.empty(0)  # keys and values
         self._grad_K2GE: Tensor | None = None  # in a wide type
@@ -86,5 +73,16 @@ class SliceInLayer:
         grad_K2GE, self._x_K2GE, self._grad_K2GE = self._grad_K2GE, torch.empty(0), None
         return grad_K2GE
 
-    def _before(self) -> list[SliceInLayer]:
+    def _before(self) -> "list[SliceInLayer]":
         return [one for one in self._kept if one._slice_of.earlier < self._slice_of.earlier]
+
+
+class KeptSlices:
+    """Keys and values of the slices between their forward and backward, in one pipeline stage and one step."""
+
+    def __init__(self) -> None:
+        self.kept: dict[object, list[SliceInLayer]] = defaultdict(list)
+
+    def layers(self, slice_of: SliceOf) -> Iterator[SliceInLayer]:
+        """One for every attention call in the forward of the micro-batch that holds the slice, in order."""
+        return (SliceInLayer(self.kept[slice_of[:2], layer], slice_of) for layer in count())

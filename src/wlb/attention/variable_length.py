@@ -1,8 +1,7 @@
 """The unit that every back end computes: sequences of queries, each against its own sequence of keys."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -23,6 +22,6 @@ class VariableLengthBatch:
     window: int | None = None
 
     @classmethod
-    def of_segments(cls, segment_lengths: tuple[int, ...], window: int | None = None) -> VariableLengthBatch:
+    def of_segments(cls, segment_lengths: tuple[int, ...], window: int | None = None) -> Self:
         """Causal attention inside each of the segments."""
         return cls(segment_lengths, segment_lengths, True, window)

@@ -9,8 +9,6 @@ Tensor-parallel ranks split these tokens evenly, so padding may follow. It has n
 result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
@@ -33,6 +31,61 @@ from wlb.schedules.layout import Layout
 from wlb.sharding import LEVEL_SHARDING, make_shard_plan
 from wlb.sharding.plan import ShardPlan
 from wlb.workload import Costs
+
+
+@dataclass(frozen=True)
+class ShardedAttention:
+    """Attention over the rows of a part: over its ``local_tokens`` by the plan, and zero for the padding after them.
+
+    The plan is for ``members`` of ``group``, all by default; a plan for one rank has no group. The layers of a stage
+    share ``reexchanges``; without it the backward exchanges keys and values only when it needs them. A slice needs
+    ``layers``, which its stage keeps (``of_one_stage``).
+    """
+
+    local_tokens: int
+    shard_plan: ShardPlan
+    group: dist.ProcessGroup | None
+    members: tuple[int, ...] | None = None
+    reexchanges: KVReexchanges | None = None
+    slice_of: SliceOf | None = None
+    layers: Iterator[SliceInLayer] | None = None
+
+    def of_one_stage(self, kept_slices: KeptSlices | None = None) -> Self:
+        """A copy for one forward through the layers of a stage, which holds ``kept_slices`` in this step."""
+        layers = kept_slices.layers(self.slice_of) if kept_slices and self.slice_of else None
+        return replace(self, reexchanges=KVReexchanges(), layers=layers)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: AttentionCache | None = None,
+        window: int | None = None,
+    ) -> Tensor:
+        """From query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to an output like the query.
+
+        ``context_parallel_attention`` explains ``cache``, for activation checkpointing, and ``window``.
+        """
+        sliced = None if self.layers is None else (cache and cache.sliced) or next(self.layers)
+        if cache is not None:
+            cache.sliced = sliced
+        padding = len(query) - self.local_tokens
+        if padding:
+            query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
+        out = context_parallel_attention(
+            query,
+            key,
+            value,
+            self.shard_plan,
+            self.group,
+            cache=cache,
+            reexchanges=self.reexchanges,
+            window=window,
+            members=self.members,
+            sliced=sliced,
+        )
+        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out
 
 
 @dataclass(frozen=True)
@@ -149,58 +202,3 @@ class RankSlice:
     def batches(self, plan: StepPlan, read: Callable[[MicroBatch], AnyBatch]) -> tuple[AnyBatch, ...]:
         """The parts of the micro-batches of ``plan`` on this rank (``own_batches``)."""
         return own_batches(plan, self.dp_rank, self.cp_rank, lambda part: self.of(read(part), part.ranks))
-
-
-@dataclass(frozen=True)
-class ShardedAttention:
-    """Attention over the rows of a part: over its ``local_tokens`` by the plan, and zero for the padding after them.
-
-    The plan is for ``members`` of ``group``, all by default; a plan for one rank has no group. The layers of a stage
-    share ``reexchanges``; without it the backward exchanges keys and values only when it needs them. A slice needs
-    ``layers``, which its stage keeps (``of_one_stage``).
-    """
-
-    local_tokens: int
-    shard_plan: ShardPlan
-    group: dist.ProcessGroup | None
-    members: tuple[int, ...] | None = None
-    reexchanges: KVReexchanges | None = None
-    slice_of: SliceOf | None = None
-    layers: Iterator[SliceInLayer] | None = None
-
-    def of_one_stage(self, kept_slices: KeptSlices | None = None) -> ShardedAttention:
-        """A copy for one forward through the layers of a stage, which holds ``kept_slices`` in this step."""
-        layers = kept_slices.layers(self.slice_of) if kept_slices and self.slice_of else None
-        return replace(self, reexchanges=KVReexchanges(), layers=layers)
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: AttentionCache | None = None,
-        window: int | None = None,
-    ) -> Tensor:
-        """From query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to an output like the query.
-
-        ``context_parallel_attention`` explains ``cache``, for activation checkpointing, and ``window``.
-        """
-        sliced = None if self.layers is None else (cache and cache.sliced) or next(self.layers)
-        if cache is not None:
-            cache.sliced = sliced
-        padding = len(query) - self.local_tokens
-        if padding:
-            query, key, value = (tensor[: self.local_tokens] for tensor in (query, key, value))
-        out = context_parallel_attention(
-            query,
-            key,
-            value,
-            self.shard_plan,
-            self.group,
-            cache=cache,
-            reexchanges=self.reexchanges,
-            window=window,
-            members=self.members,
-            sliced=sliced,
-        )
-        return F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out

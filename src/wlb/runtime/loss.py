@@ -32,13 +32,8 @@ def packed_loss(
     """
     if loss_tokens == 0:
         warn(NO_LABELS)
-    if isinstance(logits, DTensor):
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        split: Any = F.cross_entropy(wide, labels, ignore_index=IGNORE_LABEL, reduction="sum")
-        total: Tensor = split.to_local()
-    else:
-        total = token_losses(logits, labels, overwrite=overwrite).sum()
-    return total * averaged_over / max(loss_tokens, 1)
+    chunk = len(labels) if isinstance(logits, DTensor) else None  # whole, as ``wlb.job.memory`` predicts
+    return token_losses(logits, labels, chunk=chunk, overwrite=overwrite).sum() * averaged_over / max(loss_tokens, 1)
 
 
 def token_losses(scores_TV: Tensor, labels_T: Tensor, *, chunk: int | None = None, overwrite: bool = False) -> Tensor:
