@@ -131,7 +131,7 @@ def _attend_backward(query: Tensor, key: Tensor, value: Tensor, **options: Any) 
 class AttentionOnly(Costs):
     """Prices without blocks, head and loss, as nothing but attention is run here."""
 
-    def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+    def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both", routed: ArrayLike | None = None) -> Seconds:
         return np.zeros(np.shape(tokens))
 
     head_seconds = blocks_seconds

@@ -218,7 +218,7 @@ def test_a_new_sharding_strategy_is_a_line_in_the_registry(config, monkeypatch):
     ("overrides", "message"),
     [
         (["training.stepz=4"], "training.stepz is not a setting; did you mean steps?"),
-        (["parallel.expert=2"], "parallel.expert is not a setting; choose from dp, pp, cp, tp, virtual_pp, schedule"),
+        (["parallel.expert=2"], "parallel.expert is not a setting; choose from dp, pp, cp, tp, ep, virtual_pp,"),
         (["model.rope_scaling.faktor=4"], "model.rope_scaling.faktor is not a setting; did you mean factor?"),
         (["trainer.steps=4"], "trainer is not a section; did you mean training?"),
         (["training"], "--set 'training' is not of the form section.key=value"),

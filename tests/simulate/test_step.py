@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.simulate.jobs import documents, job
+from tests.simulate.jobs import ROUTED, documents, job
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
 from wlb.report.timeline import timeline
@@ -44,7 +44,7 @@ def test_phases_are_not_simulated():
 
 def test_every_cause_takes_time_in_some_job():
     taken = set()
-    for layout in LAYOUTS:
+    for layout in (*LAYOUTS, {"shape": ROUTED, "dp": 4, "ep": 4}):
         simulated = job("plain-4d", **layout)
         where = simulate_step(next(StepPlanner(simulated, documents()).plans()), simulated).where
         taken |= {cause for cause, seconds in where.items() if abs(seconds[0]) > 1e-9}

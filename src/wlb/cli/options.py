@@ -122,7 +122,7 @@ def names_in(option: str, listed: str | None, default: Iterable[str]) -> list[st
     return names
 
 
-_SIZES = ("dp", "pp", "cp", "tp", "virtual_pp", "schedule")
+_SIZES = ("dp", "pp", "cp", "tp", "ep", "virtual_pp", "schedule")
 _SPELLED = {"virtual_pp": "--virtual-pp", "weights": "--sharding"}
 _SETTING = re.compile(rf"(?<![\w/.-])(?:parallel\.)?({'|'.join((*_SIZES, 'weights'))})\b(?![/.-]\w)(?: =)?")
 
@@ -155,6 +155,9 @@ class JobOptions:
     pp: Annotated[int | None, number("Pipeline-parallel size; default: searched for.")] = None
     cp: Annotated[int | None, number("Context-parallel size; default: searched for.")] = None
     tp: Annotated[int | None, number("Tensor-parallel size; default: searched for.")] = None
+    ep: Annotated[
+        int | None, number("GPUs that share the experts of a block; default: searched for; 1 if all others are given.")
+    ] = None
     virtual_pp: Annotated[
         int | None, number("Model chunks per pipeline rank; default: searched for; 1 if dp, pp, cp and tp are given.")
     ] = None

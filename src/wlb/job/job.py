@@ -112,6 +112,7 @@ class Job:
                 f"dp x cp = {layout.dp_cp} ranks are over {MOST_RANKS} for each of the {self.global_batch} context "
                 "windows that a step trains; lower them, or raise packing.global_batch"
             )
+        self._check_expert_groups()
         if self.pools_decided:  # before that, the number of micro-batches is unknown
             self._check_pools()
             check_operations(layout.schedule, layout.pp, self.rank_micro_batches, layout.virtual_pp)
@@ -273,7 +274,7 @@ class Job:
     @cached_property
     def costs(self) -> Costs:
         """The prices of one GPU, for sharding, planning and simulation."""
-        settings = {"recomputed": self.activation_checkpointing, "profile": self.profile}
+        settings = {"recomputed": self.activation_checkpointing, "profile": self.profile, "ep": self.layout.ep}
         return self.software.costs(self.shape, self.hardware, self.layout.tp, **settings)
 
     @property
@@ -297,15 +298,19 @@ class Job:
     @property
     def packing_prices(self) -> DocumentPrices:
         """The prices for packing: ``packed_by`` or W_a + W_l; in level steps, of documents on any number of ranks."""
-        level = LevelPrices(self.costs, -(-self.max_tokens // self.layout.pool_size)) if self.levels_steps else None
+        groups = self.layout.pool_size // self.layout.ep_ranks
+        level = LevelPrices(self.costs, -(-self.max_tokens // groups)) if self.levels_steps else None
         return self._phased(self.packed_by or level or self.workload)
 
     @property
     def stage_ranks(self) -> StageRanks:
-        """The ranks of a pipeline stage, for packing."""
-        pool, per_node = self.layout.pool_size, self.ranks_per_node
+        """The ranks of a pipeline stage, for packing; in level steps those that share experts count as one."""
+        together = self.layout.ep_ranks if self.levels_steps else 1
+        pool, per_node = self.layout.pool_size // together, max(1, self.ranks_per_node // together)
         # All ranks of a node, or a divisor of node and stage: 4 if a node has 8 ranks and the stage 12.
-        return StageRanks(pool, pool if pool <= per_node else gcd(pool, per_node), self.layout.pools, self.speeds)
+        per_node = pool if pool <= per_node else gcd(pool, per_node)
+        speeds = self.speeds and tuple(np.reshape(self.speeds, (-1, together)).min(axis=1).tolist())
+        return StageRanks(pool, per_node, self.layout.pools, speeds, together)
 
     def _phased(self, prices: DocumentPrices) -> DocumentPrices:
         return prices if self.phases is None else PhasedPrices(prices, self.phases)
@@ -331,7 +336,8 @@ class Job:
         if self.levels_steps:
             forward, backward = np.zeros((2, len(micro_batches)))
             pool, per_node = self.layout.pool_size, self.ranks_per_node
-            for places, costs, shards in level_shards(micro_batches, pool, self.costs, per_node):
+            strategy = self.sharding.strategy
+            for places, costs, shards in level_shards(micro_batches, pool, self.costs, per_node, strategy):
                 forward[places], backward[places] = Priced.of(shards, costs).whole
         else:
             forward, backward = Priced.of(self.sharded(micro_batches), self.costs).whole
@@ -381,6 +387,15 @@ class Job:
                 f"{self.global_batch} context windows in {self.step_micro_batches} micro-batches; give at least "
                 f'{self.least_length_factor:g}, or "auto"'
             )
+
+    def _check_expert_groups(self) -> None:
+        """Raise ``UserError`` if a pool splits ranks that share experts, which exchange tokens in every layer."""
+        size, together = self.layout.pool_size, self.layout.ep_ranks
+        said = f"ep = {self.layout.ep} GPUs share experts, {together} ranks of tp = {self.layout.tp}"
+        if self.packing.is_balanced and self.layout.pool is not None and size % together:
+            raise UserError(f"pool = {size} splits groups of ranks: {said}; give a multiple of {together}")
+        if size % together and together % size:
+            raise UserError(f"cp = {size} is neither a multiple nor a divisor of them: {said}; change one of the sizes")
 
     def _check_level_steps(self) -> None:
         layout = self.layout

@@ -29,26 +29,35 @@ class Software:
     every forward gathers too, and every micro-batch reduces. With ``fetches_shards`` ranks fetch shards of weights from
     each other and send gradients back point to point (ODC, arXiv 2601.19362), instead of using a ring over all adapters
     of a node.
+
+    Under expert parallelism computing hides all but ``exposed_exchange`` of the all-to-alls, by default nothing, and
+    the busiest GPU has ``expert_imbalance`` times the tokens of the mean one (assumed).
     """
 
     prefetch: bool = True
     syncs_always: bool = False
     fetches_shards: bool = False
+    exposed_exchange: float = 1.0
+    expert_imbalance: float = 1.1
 
     def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> Costs:
         """The ``Costs`` of this software for these arguments."""
-        return Costs(shape, hardware, tp, **settings)
+        experts: dict[str, Any] = {name: getattr(self, name) for name in ("exposed_exchange", "expert_imbalance")}
+        return Costs(shape, hardware, tp, **settings, **experts)
 
 
 @dataclass(frozen=True)
 class LevelPrices:
-    """The ``StagePrices`` of a pipeline stage; a micro-batch of one rank holds up to ``max_tokens`` tokens."""
+    """The ``StagePrices`` of a pipeline stage; a micro-batch of one rank holds up to ``max_tokens`` tokens.
+
+    Ranks that share experts count as one.
+    """
 
     costs: Costs
     max_tokens: int
 
     def alone(self, lengths: NDArray[np.int64]) -> Seconds:
-        return self.costs.attention_seconds(lengths) + self._rest[1] * lengths
+        return self._attention(lengths) + self._rest[1] * lengths
 
     def beginning(self, lengths: NDArray[np.int64]) -> Seconds:
         return self._drain(lengths) + self._rest[0]
@@ -59,7 +68,8 @@ class LevelPrices:
     def shared(self, lengths: NDArray[np.int64], ranks: int) -> Seconds:
         known = _shared_seconds(self.costs, ranks)
         if new := [length for length in dict.fromkeys(lengths.tolist()) if length not in known]:
-            shards = price_shards([[length] for length in new], ranks, LEVEL_SHARDING, self.costs)
+            together = ranks * self.costs.ep_ranks
+            shards = price_shards([[length] for length in new], together, LEVEL_SHARDING, self.costs)
             known.update(zip(new, Priced.of(shards, self.costs).whole.both.tolist(), strict=True))
         return np.array([known[length] for length in lengths.tolist()])
 
@@ -67,9 +77,12 @@ class LevelPrices:
     def _rest(self) -> tuple[float, float]:
         """Seconds of a one-rank micro-batch outside attention: a fixed part, and a part per token."""
         lengths = np.array([max(1, self.max_tokens // 2), max(2, self.max_tokens)])
-        rest = self.shared(lengths, 1) - self.costs.attention_seconds(lengths) - self._drain(lengths)
+        rest = self.shared(lengths, 1) - self._attention(lengths) - self._drain(lengths)
         token = float(rest[1] - rest[0]) / int(lengths[1] - lengths[0])
         return max(0.0, float(rest[1]) - token * int(lengths[1])), token
+
+    def _attention(self, lengths: NDArray[np.int64]) -> Seconds:
+        return self.costs.attention_seconds(lengths) / self.costs.ep_ranks
 
     def _drain(self, lengths: NDArray[np.int64]) -> Seconds:
         forwards = 2 if self.costs.recomputed == "full" else 1
@@ -83,21 +96,21 @@ def _shared_seconds(costs: Costs, ranks: int) -> dict[int, float]:
 
 
 def level_shards(
-    micro_batches: Sequence[MicroBatch], pool: int, costs: Costs, ranks_per_node: int
+    micro_batches: Sequence[MicroBatch], pool: int, costs: Costs, ranks_per_node: int, strategy: str
 ) -> Iterator[tuple[list[int], Costs, Shards]]:
     """Shards of micro-batches of level steps: those of equally many ranks, on equally many nodes, together.
 
     Yields the places of the micro-batches of a kind, its prices, and its shards. A micro-batch that names no ranks is
-    of all ranks of the ``pool``.
+    of all ranks of the ``pool``. Several documents are shared by ``strategy``, one alone by ``LEVEL_SHARDING``.
     """
-    kinds = defaultdict[tuple[int, int], list[int]](list)
+    kinds = defaultdict[tuple[int, int, str], list[int]](list)
     for place, one in enumerate(micro_batches):
-        ranks = one.ranks or range(pool)
-        kinds[len(ranks), nodes_of(ranks, ranks_per_node)].append(place)
-    for (size, nodes), places in sorted(kinds.items()):
+        ranks, sharding = one.ranks or range(pool), strategy if len(one.segments) > 1 else LEVEL_SHARDING
+        kinds[len(ranks), nodes_of(ranks, ranks_per_node), sharding if len(ranks) > 1 else LEVEL_SHARDING].append(place)
+    for (size, nodes, sharding), places in sorted(kinds.items()):
         of_kind = replace(costs, nodes=nodes)
         lengths = [micro_batches[place].lengths for place in places]
-        yield places, of_kind, price_shards(lengths, size, LEVEL_SHARDING, of_kind)
+        yield places, of_kind, price_shards(lengths, size, sharding, of_kind)
 
 
 def nodes_of(ranks: Iterable[int], ranks_per_node: int) -> int:

@@ -67,6 +67,9 @@ def level_groups(
 
     Every document is in exactly one. No rank holds more than ``max_tokens`` tokens of a micro-batch if ranks share a
     document evenly. A document may have at most ``max_tokens`` for each rank, and for each of ``MOST_RANKS`` ranks.
+
+    Ranks that share experts run every micro-batch together. All of this is then of such groups instead of ranks:
+    prices, ``max_tokens`` and ``ranks.count``; only the returned micro-batches name ranks.
     """
     tokens = np.asarray(lengths, np.int64)
     needed, ticks = _sized(tokens, max_tokens, prices, ranks)
@@ -89,7 +92,7 @@ def level_groups(
         sizes = best.sizes.copy()
         sizes[longest] = 2
         best = attempt(sizes)
-    return best.groups
+    return [one._replace(ranks=ranks.of_groups(one.ranks)) for one in best.groups]
 
 
 class _Step:
@@ -256,7 +259,7 @@ def _sized(lengths: Integers, max_tokens: int, prices: StagePrices, ranks: Stage
 
     As few ranks as can hold it, and more if it would take longer than the work of the mean rank.
     """
-    most = min(ranks.count, MOST_RANKS)
+    most = _most(ranks)
     sizes = np.maximum(1, -(-lengths // max_tokens))
     fixed = float(prices.beginning(np.array([max_tokens]))[0]) / max_tokens  # a token's share of the fixed cost
     ticks = _group_ticks(lengths, sizes, _ticks(prices.alone(lengths) + fixed * lengths), sizes > 1, prices)
@@ -270,11 +273,16 @@ def _sized(lengths: Integers, max_tokens: int, prices: StagePrices, ranks: Stage
     return sizes, ticks
 
 
+def _most(ranks: StageRanks) -> int:
+    """The most ranks that may share a document."""
+    return min(ranks.count, MOST_RANKS // ranks.together)
+
+
 def _dividing(sizes: Integers, unit: int, ranks: StageRanks) -> Integers:
     """``sizes`` of groups, raised to whole multiples of ``unit`` ranks or, below that, to a divisor of ``unit``."""
     whole = np.minimum(ranks.count, -(-sizes // unit) * unit)
     raised = np.where(sizes > unit, whole, unit // np.maximum(1, unit // sizes))
-    return np.minimum(raised, np.maximum(sizes, MOST_RANKS))
+    return np.minimum(raised, np.maximum(sizes, MOST_RANKS // ranks.together))
 
 
 def _in_turn(sizes: Integers, ticks: Integers, ranks: StageRanks) -> Integers:
@@ -282,7 +290,7 @@ def _in_turn(sizes: Integers, ticks: Integers, ranks: StageRanks) -> Integers:
     even = _even(sizes, ticks, ranks)
     turns = np.ceil(even / np.maximum(1, ticks))
     larger = np.ceil(sizes * ticks * turns / even).astype(np.int64)
-    return np.where(sizes > 1, np.clip(larger, sizes, min(ranks.count, MOST_RANKS)), sizes)
+    return np.where(sizes > 1, np.clip(larger, sizes, _most(ranks)), sizes)
 
 
 def _group_ticks(

@@ -177,12 +177,18 @@ class StageRanks:
     """The ``count`` ranks that hold one pipeline stage of each of ``pipelines`` pipelines, ``per_node`` on a node.
 
     ``per_node`` divides ``count``. A rank of speed 1 runs as priced, and one of 0.9 is 10% slow; None means all are 1.
+    If ranks share experts, ``together`` of them count as one.
     """
 
     count: int = 1
     per_node: int = 1
     pipelines: int = 1
     speeds: tuple[float, ...] | None = None
+    together: int = 1
+
+    def of_groups(self, groups: tuple[int, ...]) -> tuple[int, ...]:
+        """The ranks of these groups of ``together`` ranks."""
+        return tuple(rank * self.together + one for rank in groups for one in range(self.together))
 
 
 def _largest_over_mean(workloads: list[float]) -> float:

@@ -19,7 +19,8 @@ Weights = Literal["auto", "kept", "gathered"]
 class Layout:
     """tp x cp x pp x dp processes, with ``virtual_pp`` model chunks on each pipeline rank.
 
-    A pool is the ranks of a stage that run a micro-batch together: ``pool`` of its dp x cp ranks, by default cp.
+    A pool is the ranks of a stage that run a micro-batch together: ``pool`` of its dp x cp ranks, by default cp. The
+    experts of every block are divided over ``ep`` GPUs of a stage, next to each other.
     ``stage_blocks`` is the number of blocks of each stage; None deals them by weight (``split_layers``). Without a
     pipeline, ``weights`` are kept until the step ends (FSDP2 without resharding, DDP or Megatron with a sharded
     optimizer), or gathered again for every pass (FSDP2's default); "auto" keeps them where memory allows.
@@ -36,11 +37,17 @@ class Layout:
     weights: Weights = "auto"
     stage_blocks: tuple[int, ...] | None = None
     pool: int | None = None
+    ep: int = 1
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
             if size < 1:
                 raise UserError(f"{name} = {size} is not a group size; it must be at least 1")
+        if self.dp_cp * self.tp % self.ep:
+            raise UserError(
+                f"ep = {self.ep} does not divide the dp x cp x tp = {self.dp_cp * self.tp} GPUs of a pipeline stage; "
+                "choose a divisor"
+            )
         if self.dp_cp % self.pool_size:
             possible = [str(size) for size in divisors(self.dp_cp) if size <= MOST_RANKS]
             given = f"parallel.pool = {self.pool} does not divide dp x cp = {self.dp_cp}"
@@ -54,7 +61,8 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """The sizes that were set; a pool where it is not cp."""
         pool = {} if self.pool_size == self.cp else {"pool": self.pool_size}
-        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "virtual_pp")} | pool
+        experts = {} if self.ep == 1 else {"ep": self.ep}
+        return {name: getattr(self, name) for name in ("tp", "cp", "pp", "dp", "virtual_pp")} | experts | pool
 
     @property
     def pool_size(self) -> int:
@@ -65,6 +73,11 @@ class Layout:
     def pools(self) -> int:
         """The number of pools of a stage, which run different micro-batches."""
         return self.dp_cp // self.pool_size
+
+    @property
+    def ep_ranks(self) -> int:
+        """The number of ranks of a stage that share the experts: tensor-parallel groups."""
+        return max(1, self.ep // self.tp)
 
     @property
     def rank_stages(self) -> list[list[int]]:

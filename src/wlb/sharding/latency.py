@@ -29,7 +29,7 @@ from wlb.workload.base import Phase
 
 # ``PART_CUTS`` by row, padded with empty parts; row 0 is for a micro-batch without documents.
 _CUTS = np.array([[*cuts, *[1.0] * (1 + MOST_PARTS - len(cuts))] for cuts in [PART_CUTS[1], *PART_CUTS.values()]])
-GROUP_CAUSES = frozenset({"recomputation", "tp collectives", "cp exchange"})  # beside computing
+GROUP_CAUSES = frozenset({"recomputation", "tp collectives", "expert exchange", "cp exchange"})  # beside computing
 Seconds = NDArray[np.float64]
 
 
@@ -186,6 +186,9 @@ def _beside_attention(
     if "tp collectives" in modelled:
         exchanged = costs.tp_seconds(shards.tokens)
         rest = [seconds + exchanged for seconds in rest]
+    if "expert exchange" in modelled and costs.ep > 1:
+        exchanged = costs.expert_seconds(_of_experts(shards.tokens, costs, np.max))
+        rest = [seconds + exchanged for seconds in rest]
     exchange, cp = np.zeros(shards.waits_for.shape), shards.tokens.shape[-1]
     if "cp exchange" not in modelled or cp == 1:
         return exchange, rest[0], rest[1]
@@ -233,7 +236,24 @@ class Priced(NamedTuple):
 
 def computing_seconds(shards: Shards, costs: Costs) -> tuple[Phases, Phases]:
     """Seconds of ranks outside attention, in all blocks and in the output head; shape (..., micro_batches, cp)."""
-    return Phases.of(costs.blocks_seconds, shards.tokens), Phases.of(costs.head_seconds, shards.tokens)
+    tokens = shards.tokens
+    routed = _of_experts(tokens, costs, np.mean) if costs.ep > 1 else None
+    blocks = Phases.of(lambda tokens, phase: costs.blocks_seconds(tokens, phase, routed), tokens)
+    return blocks, Phases.of(costs.head_seconds, tokens)
+
+
+def _of_experts(tokens: NDArray[np.int64], costs: Costs, reduced: Callable[..., Any]) -> NDArray[Any]:
+    """The ``reduced`` tokens of the ranks that share experts, for each of them; shape of ``tokens``.
+
+    Those are ``costs.ep_ranks`` ranks in a row of the pool. If the pool has fewer, it shares them with the next pools:
+    those of the second axis, if shards have one (steps, pools, micro-batches, ranks); else all pools are alike.
+    """
+    lanes = np.moveaxis(tokens, 1, 2) if tokens.ndim == 4 else tokens
+    flat = lanes.reshape(*lanes.shape[:-2], -1) if tokens.ndim == 4 else lanes
+    size = min(costs.ep_ranks, flat.shape[-1])
+    of_groups = reduced(flat.reshape(*flat.shape[:-1], -1, size), axis=-1)
+    each = np.repeat(of_groups, size, axis=-1).reshape(lanes.shape)
+    return np.moveaxis(each, 1, 2) if tokens.ndim == 4 else each
 
 
 def over_stages(blocks: Seconds, head: Seconds, shares: Seconds, head_shares: Seconds, inner: int = 0) -> Seconds:

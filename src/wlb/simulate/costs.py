@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from wlb.job.job import Job
 from wlb.workload.costs import MASTER_BYTES
 from wlb.workload.links import Traffic, group_link, shard_bytes
-from wlb.workload.weights import mean_block_weights
+from wlb.workload.weights import expert_weights, mean_block_weights
 
 # Float32 values read or written for each weight: the gradient for its norm, twice for clipping, and weight, gradient
 # and both moments by AdamW. Derived by counting, with fused kernels.
@@ -29,18 +29,18 @@ class JobCosts:
     @cached_property
     def block_gather(self) -> float:
         """Seconds to gather the weights of one block over the ranks that share them."""
-        return self._over_shards(self._own_block_weights * self.job.hardware.bytes_per_value)
+        return self._of_block(self.job.hardware.bytes_per_value)
 
     @cached_property
     def block_copy(self) -> float:
         """Seconds to copy the gathered weights of one block: reading and writing them."""
         sharing, hardware = self.layout.dp_cp > 1, self.job.hardware
-        return sharing * 2 * self._own_block_weights * hardware.bytes_per_value / hardware.memory_bandwidth
+        return sharing * 2 * sum(self._own_block_weights) * hardware.bytes_per_value / hardware.memory_bandwidth
 
     @cached_property
     def block_reduction(self) -> float:
         """Seconds to reduce-scatter the gradients of one block."""
-        return self._over_shards(self._own_block_weights * MASTER_BYTES)
+        return self._of_block(MASTER_BYTES)
 
     @cached_property
     def root_gather(self) -> NDArray[np.float64]:
@@ -66,9 +66,11 @@ class JobCosts:
         return weights * _OPTIMIZER_VALUES * MASTER_BYTES / hardware.memory_bandwidth + norm
 
     @property
-    def _own_block_weights(self) -> float:
-        """Mean weights of a block on one tensor-parallel rank, of the experts only its own."""
-        return self.rank.own_weights / self.job.shape.layers / self.layout.tp
+    def _own_block_weights(self) -> tuple[float, float]:
+        """Mean weights of a block on one GPU: of its experts alone, where it shares them with others, and the rest."""
+        per_block = self.job.shape.layers * self.layout.tp
+        experts = expert_weights(self.job.shape) / self.layout.ep_ranks if self.layout.ep > 1 else 0.0
+        return experts / per_block, (self.rank.own_weights - experts) / per_block
 
     @cached_property
     def _root_weights(self) -> NDArray[np.float64]:
@@ -76,10 +78,19 @@ class JobCosts:
         ends = np.eye(self.layout.stages)
         return np.asarray((ends[0] + ends[-1]) * (self.job.shape.vocab_size * self.job.shape.hidden / self.layout.tp))
 
-    def _over_shards(self, whole_bytes: float) -> float:
+    def _of_block(self, bytes_per_weight: int) -> float:
+        """Seconds of the collectives of a block; experts are divided over every ep-th GPU of the stage."""
+        (experts, others), layout = self._own_block_weights, self.layout
+        ep = layout.ep_ranks * layout.tp
+        sharing = layout.dp_cp * layout.tp // ep
+        of_experts = self._over_shards(experts * bytes_per_weight, sharing, ep) if experts else 0.0
+        return of_experts + self._over_shards(others * bytes_per_weight)
+
+    def _over_shards(self, whole_bytes: float, ranks: int | None = None, stride: int | None = None) -> float:
         traffic: Traffic = "all_to_all" if self.job.software.fetches_shards else "all_gather"
-        link = group_link(self.job.hardware, traffic, self.layout.dp_cp, stride=self.layout.tp)
-        return float(link.seconds(shard_bytes(whole_bytes, self.layout.dp_cp)))
+        ranks, stride = ranks or self.layout.dp_cp, stride or self.layout.tp
+        link = group_link(self.job.hardware, traffic, ranks, stride)
+        return float(link.seconds(shard_bytes(whole_bytes, ranks)))
 
     def _by_rank(self, of_stage: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.array([of_stage[mine].sum() for mine in self.layout.rank_stages])

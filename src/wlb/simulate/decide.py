@@ -152,7 +152,8 @@ class Packed:
             seconds = np.asarray(costs.attention_seconds(lengths))[places]
             attention = np.bincount(self._owner, seconds, self._micro_batches)
             tokens = np.bincount(self._owner, self.documents, self._micro_batches)
-            blocks = attention + costs.blocks_seconds(tokens) + (2 + again) * costs.tp_seconds(tokens)
+            exchanged = costs.tp_seconds(tokens) + costs.expert_seconds(tokens)
+            blocks = attention + costs.blocks_seconds(tokens) + (2 + again) * exchanged
             blocks += again * costs.blocks_seconds(tokens, "forward")
             self._known[key] = blocks, np.asarray(costs.head_seconds(tokens))
         return self._known[key]
@@ -266,6 +267,7 @@ def pool_choices(job: Job, lengths: DocumentLengths, *, lock_step: bool = False)
     packing, layout = job.packing, job.layout
     free = (packing.grouping, packing.rank_micro_batches) == ("auto", "auto") and not lock_step
     sizes = [layout.cp * number for number in divisors(layout.dp)] if layout.pool is None else [layout.pool]
+    sizes = [size for size in sizes if size % layout.ep_ranks == 0]
     if packing.grouping == "level" or (free and layout.pp == 1 and layout.keeps_weights and layout.dp_cp in sizes):
         yield 0.0, job.with_pools("level", layout.dp_cp)
     if packing.grouping != "level":

@@ -61,7 +61,9 @@ class LevelSteps(StepSeconds):
             for place, one in enumerate(plan.micro_batches)
         ]
         kinds = []
-        for mine, priced, shards in level_shards(micro_batches, pool, costs.rank, costs.job.ranks_per_node):
+        job = costs.job
+        of_kinds = level_shards(micro_batches, pool, costs.rank, job.ranks_per_node, job.sharding.strategy)
+        for mine, priced, shards in of_kinds:
             steps, places, ranks = (np.array(column) for column in zip(*(runs[run] for run in mine), strict=True))
             of_kind = Steps.of_shards(shards.reshaped(1, 1, len(mine)), JobCosts(costs.job, priced.nodes))
             kinds.append(_Kind(steps, places, ranks, of_kind))

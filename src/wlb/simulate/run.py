@@ -30,7 +30,8 @@ class SimulationResult(Rate):
     ``imbalance`` is as in ``Steps``. ``token_delay`` is the mean number of steps that a token waited, ``tokens_cv`` the
     coefficient of variation of tokens per step. ``attention_kept`` is the computed share of the query-key pairs of
     documents. ``epochs`` is the number of passes over the documents; from 2 on, documents were repeated. In level steps
-    all documents over ``alone_tokens`` tokens were shared, by up to ``sharing_ranks`` ranks. ``runs`` is the number of
+    all documents over ``alone_tokens`` tokens were shared, by up to ``sharing_ranks`` ranks; more than those that share
+    experts, and so every micro-batch. ``runs`` is the number of
     micro-batches that the mean rank runs in a step.
     """
 
@@ -62,7 +63,7 @@ class SimulationResult(Rate):
     @property
     def sharing(self) -> str:
         """Which documents ranks share beyond the context-parallel groups of the layout, as a clause; possibly empty."""
-        if self.sharing_ranks > 1:
+        if self.sharing_ranks > self.job.layout.ep_ranks:
             return f"Documents over {self.alone_tokens:,} tokens are shared by up to {self.sharing_ranks} ranks"
         layout = self.job.layout
         return f"Pools of {layout.pool_size} ranks share long documents" if layout.pool_size != layout.cp else ""
@@ -144,7 +145,8 @@ def simulate(
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
         runs += sum(len(one.ranks) or job.layout.pool_size for one in micro_batches)
         sharing = max([sharing, *(len(one.ranks) for one in micro_batches)])
-        alone = max([alone, *(max(one.lengths) for one in micro_batches if len(one.ranks) == 1 and one.segments)])
+        few = [one for one in micro_batches if 0 < len(one.ranks) <= job.layout.ep_ranks and one.segments]
+        alone = max([alone, *(max(one.lengths) for one in few)])
         document, start, length = np.concatenate([plan.table for plan in plans]).T
         epochs = max(epochs, 1 + int(document.max()) // len(of_documents))
         window = job.context_window

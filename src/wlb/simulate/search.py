@@ -181,9 +181,10 @@ def layout_of(job: Job) -> str:
     """The layout that is set for ``job``, in one line."""
     layout = job.layout
     interleaved = f" x {layout.virtual_pp} stages" if layout.virtual_pp > 1 else ""
+    experts = f" ep {layout.ep}" if layout.ep > 1 else ""
     order = "" if layout.schedule == "auto" else f" {layout.schedule}"
     gathering = "" if layout.keeps_weights else ", weights gathered again"
-    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}{order}{gathering}"
+    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}{experts}{order}{gathering}"
 
 
 def meshes(space: SearchSpace) -> Iterator[Layout]:
@@ -216,6 +217,7 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     fixed = dict(space.fixed)
     schedule = str(fixed.pop("schedule", "auto"))
     weights: Any = fixed.pop("weights", "auto")
+    given: Any = fixed.pop("ep", None)
     if weights == "gathered":
         fixed.setdefault("pp", 1)
     if pooled and not {"cp", "dp"} & fixed.keys():
@@ -223,9 +225,18 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     for layout in meshes(space):
         held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
-            yield replace(layout, schedule=schedule, weights=weights)
-            if pooled and layout.pp > 1 and schedule == "auto":
-                yield replace(layout, schedule="1f1b" if layout.virtual_pp == 1 else "interleaved_1f1b")
+            for ep in [ep for ep in _expert_groups(space, layout) if given in (None, ep)]:
+                yield replace(layout, schedule=schedule, weights=weights, ep=ep)
+                if pooled and layout.pp > 1 and schedule == "auto":
+                    yield replace(layout, schedule="1f1b" if layout.virtual_pp == 1 else "interleaved_1f1b", ep=ep)
+
+
+def _expert_groups(space: SearchSpace, layout: Layout) -> list[int]:
+    """Numbers of GPUs that may share the experts: 1, or whole tensor-parallel groups."""
+    experts, gpus = space.shape.experts, layout.dp_cp * layout.tp
+    if experts is None or space.settings.get("profile"):
+        return [1]
+    return [ep for ep in divisors(experts.count) if ep == 1 or (gpus % ep == 0 and ep % layout.tp == 0)]
 
 
 def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:

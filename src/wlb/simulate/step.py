@@ -36,6 +36,7 @@ CAUSES = {
     "dp ranks": "waiting for the slowest data-parallel rank",
     "cp ranks": "waiting for the slowest context-parallel rank, layer by layer",
     "tp collectives": "gathering and reducing activations over tensor-parallel ranks",
+    "expert exchange": "sending tokens to the ranks of their experts and back",
     "cp exchange": "K/V traffic that computing does not hide, and copies",
     "stage transfers": "sending activations between pipeline ranks",
     "weight gathers": "FSDP gathers that computing does not hide",
@@ -135,7 +136,8 @@ class Steps(StepSeconds):
 
     @cached_property
     def stages(self) -> Phases:
-        return Phases(*map(self._over_stages, *self.priced))
+        stages, layout = Phases(*map(self._over_stages, *self.priced)), self.costs.layout
+        return Phases(*(self._in_lock_step(seconds, layout.ep_ranks // layout.pool_size) for seconds in stages))
 
     @property
     def weights(self) -> Array | None:
@@ -161,10 +163,8 @@ class Steps(StepSeconds):
         forward, backward = self.stages
         if "weight gathers" in self.modelled:
             forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
-        if not layout.keeps_weights and "dp ranks" in self.modelled:
-            # Weights are gathered in every micro-batch, so data-parallel ranks wait for each other.
-            shape, slowest = forward.shape, (seconds.max(axis=1, keepdims=True) for seconds in (forward, backward))
-            forward, backward = (np.broadcast_to(seconds, shape) for seconds in slowest)
+        if not layout.keeps_weights:  # but gathered in every micro-batch, so all ranks wait for each other
+            forward, backward = (self._in_lock_step(seconds, layout.pools) for seconds in (forward, backward))
         sent = layout.pp > 1 and "stage transfers" in self.modelled
         transfer = self.costs.job.transfer_seconds(self.shards.tokens.max(axis=3)) if sent else 0.0
         if self.operations:
@@ -225,6 +225,14 @@ class Steps(StepSeconds):
     def _together(self, ranks: Array) -> Array:
         """Seconds of groups from those of their ranks (the last axis)."""
         return np.asarray(ranks.max(axis=-1) if "cp ranks" in self.modelled else ranks.mean(axis=-1))
+
+    def _in_lock_step(self, seconds: Array, pools: int) -> Array:
+        """Seconds of the slowest of every ``pools`` pools, which meet in every layer; the shape of ``stages``."""
+        pools = min(pools, seconds.shape[1])  # one stands for all, where all are alike
+        if pools < 2 or "dp ranks" not in self.modelled:
+            return seconds
+        slowest = seconds.reshape(len(seconds), -1, pools, *seconds.shape[2:]).max(axis=2)
+        return np.repeat(slowest, pools, axis=1)
 
     def _over_stages(self, blocks: Array, head: Array) -> Array:
         """Seconds of stages from those of the whole model, of groups or, with another axis, of their ranks."""

@@ -55,7 +55,7 @@ PARTS = {
     "waiting for slower ranks": ("dp ranks", "cp ranks"),
     "uneven micro-batches and pipeline bubbles": ("bubbles", "stages", "micro-batches"),
     "exchange of keys and values": ("cp exchange",),
-    "other communication and optimizer": ("tp collectives", "stage transfers", *_OF_WEIGHTS),
+    "other communication and optimizer": ("tp collectives", "expert exchange", "stage transfers", *_OF_WEIGHTS),
     "recomputation": ("recomputation",),
     "computing": ("compute",),
 }

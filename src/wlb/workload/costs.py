@@ -6,6 +6,7 @@ Every term is a number of seconds over all layers, for the tokens of one context
     drain              keys of the longest document: the last tiles of a forward leave most of a GPU idle
     blocks, head       token * tokens, at least the time of reading the weights; plus a fixed cost of experts
     tp collectives     gathering and reducing the residual stream over tensor-parallel ranks
+    expert exchange    sending tokens to the ranks of their experts and back, under expert parallelism
     K/V exchange       keys and values of other context-parallel ranks, their gradients, and copies in memory
 
 Terms are counted from the shape of the model and the rates of the device (docs/workload.md has the formulas). A
@@ -34,6 +35,7 @@ from wlb.workload.flops import (
     elementwise_values_per_token,
     gemm_flops_per_token,
     pair_flops,
+    routed_flops_per_token,
 )
 from wlb.workload.hardware import Hardware
 from wlb.workload.links import group_link, shard_bytes
@@ -89,8 +91,13 @@ class Costs:
     ``recomputed`` activations a backward includes recomputation. A ``profile`` was measured on one GPU, or on one of a
     tensor-parallel group of its own size; it is scaled to ``tp``.
 
-    Raises ``UserError`` if ``tp`` or ``cp`` is below 1 or ``tp`` does not divide the heads, and for a profile of
-    another model.
+    Under expert parallelism ``ep`` GPUs divide the experts of every block: groups of GPUs in a row, of several
+    tensor-parallel groups or a part of one (Megatron's folding, arXiv 2504.14960). Every token goes to the GPUs of its
+    experts and back, in two all-to-alls a pass; ``exposed_exchange`` is the share that computing does not hide. The
+    busiest GPU has ``expert_imbalance`` times the tokens of the mean one.
+
+    Raises ``UserError`` if ``tp``, ``cp`` or ``ep`` is below 1, ``tp`` does not divide the heads or ``ep`` the experts,
+    and for a profile of another model.
     """
 
     shape: ModelShape
@@ -100,9 +107,12 @@ class Costs:
     nodes: int | None = None
     recomputed: Checkpointing = "none"
     profile: WorkloadProfile | None = field(default=None, hash=False)  # it has a dict
+    ep: int = 1
+    exposed_exchange: float = 1.0
+    expert_imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in (("tp", self.tp), ("cp", self.cp)):
+        for name, value in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)):
             if value < 1:
                 raise UserError(f"{name} = {value} is not a group size; it must be at least 1")
         if self.shape.heads % self.tp or self.shape.kv_heads % self.tp:
@@ -110,8 +120,19 @@ class Costs:
                 f"tp = {self.tp} does not divide {self.shape.heads} query heads and {self.shape.kv_heads} key/value "
                 "heads; choose a tp that divides both"
             )
+        if self.ep > 1:
+            self._check_experts()
         if self.profile is not None:
             self.profile.check(self.shape)
+
+    def _check_experts(self) -> None:
+        count = self.shape.experts.count if self.shape.experts else 0
+        if self.ep > count or count % self.ep:
+            raise UserError(f"ep = {self.ep} does not divide the model's {count} experts; choose a divisor, or 1")
+        if self.ep % self.tp and self.tp % self.ep:
+            raise UserError(f"ep = {self.ep} is neither a multiple nor a divisor of tp = {self.tp}; change one of them")
+        if self.profile is not None:
+            raise UserError(f"ep = {self.ep}: a profile measures all experts on one GPU; leave ep or the profile out")
 
     def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """Attention of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens).
@@ -141,14 +162,21 @@ class Costs:
             seconds = seconds + rates.window_drain * np.minimum(keys, self.shape.sliding_window)
         return seconds
 
-    def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
-        """Seconds of blocks without attention and collectives."""
+    def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both", routed: ArrayLike | None = None) -> Seconds:
+        """Seconds of blocks without attention and collectives.
+
+        ``routed`` are the tokens of the mean rank that shares the experts; by default all have as many.
+        """
         if phase == "both":
-            return self.blocks_seconds(tokens, "forward") + self.blocks_seconds(tokens, "backward")
+            return self.blocks_seconds(tokens, "forward", routed) + self.blocks_seconds(tokens, "backward", routed)
         if self.profile is not None:
             return self._share * self.profile.linear_seconds(tokens, phase) * (1 - self._head_share(phase))
         seconds = self._at_least_moving(self.own_weights, tokens, self._rates[phase].block_token, phase)
-        return np.where(np.asarray(tokens) > 0, seconds + self._rates[phase].experts, 0.0)
+        busiest = np.asarray(tokens)
+        if self.ep > 1:
+            busiest = self.expert_imbalance * np.asarray(tokens if routed is None else routed)
+            seconds = seconds + self._rates[phase].expert_token * (busiest - np.asarray(tokens))
+        return np.where(busiest > 0, seconds + self._rates[phase].experts, 0.0)
 
     def head_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
         """Seconds of output head and loss."""
@@ -188,6 +216,22 @@ class Costs:
         values = 4.0 * self.shape.hidden * self.hardware.bytes_per_value
         token_seconds = shard_bytes(layers * values, self.tp) / link.bandwidth
         return np.where(count > 0, layers * 4 * link.latency + token_seconds * count, 0.0)
+
+    def expert_seconds(self, tokens: ArrayLike) -> Seconds:
+        """Sending ``tokens`` tokens of a rank to the GPUs of their experts and back, in a forward or a backward."""
+        experts, hardware, ep = self.shape.experts, self.hardware, self.ep
+        if experts is None or ep == 1:
+            return np.zeros(np.shape(tokens))
+        nodes = -(-ep // hardware.node_size)
+        link = group_link(hardware, "all_to_all", min(ep, hardware.node_size), stride=1)
+        copy = np.asarray(tokens) * self.shape.hidden * hardware.bytes_per_value / self.tp
+        seconds = link.seconds(shard_bytes(experts.active, ep) * copy)
+        if nodes > 1:
+            # A token goes once to each other node that has one of its experts.
+            reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.active)
+            between = group_link(hardware, "point_to_point", ep, stride=1)
+            seconds = np.maximum(seconds, between.seconds(reached * copy))
+        return self.exposed_exchange * 2 * routed_layers(self.shape) * seconds
 
     def exchange_seconds(self, tokens: ArrayLike, ranks: int) -> Seconds:
         """Receiving K and V of ``tokens`` tokens from other ranks of a context-parallel group of ``ranks`` ranks.
@@ -234,7 +278,7 @@ class Costs:
         own, others = count / self.cp, count * (self.cp - 1) / self.cp
         again = phase == "backward" and self.recomputed != "none"
         seconds = self.blocks_seconds(own, "both" if again else phase) + self.head_seconds(own, phase)
-        seconds = seconds + (1 + again) * self.tp_seconds(own)
+        seconds = seconds + (1 + again) * (self.tp_seconds(own) + self.expert_seconds(own))
         return seconds + self.exchange_seconds(others, self.cp)
 
     def document_seconds(self, lengths: ArrayLike) -> Seconds:
@@ -249,8 +293,19 @@ class Costs:
 
     @property
     def own_weights(self) -> float:
-        """Weights of all blocks on a tensor-parallel group."""
-        return self.shape.layers * mean_block_weights(self.shape)
+        """Weights of all blocks on a tensor-parallel group, of the experts only its own."""
+        others = expert_weights(self.shape) * (1 - self._experts_share)
+        return self.shape.layers * mean_block_weights(self.shape) - others
+
+    @property
+    def ep_ranks(self) -> int:
+        """The tensor-parallel groups that share the experts."""
+        return max(1, self.ep // self.tp)
+
+    @property
+    def _experts_share(self) -> float:
+        """The share of all experts on a tensor-parallel group."""
+        return 1 / self.ep_ranks
 
     @cached_property
     def _token_seconds(self) -> float:
@@ -298,7 +353,8 @@ class Costs:
             head_token=factor * head_flops / gemm_rate + loss_seconds,
             block_products=factor * block_flops / gemm_rate,
             head_products=factor * head_flops / gemm_rate,
-            experts=factor * 2.0 * _EXPERT_TOKENS * expert_weights(shape) / gemm_rate,
+            experts=factor * 2.0 * _EXPERT_TOKENS * expert_weights(shape) * self._experts_share / gemm_rate,
+            expert_token=factor * (_grouping_flops(shape) + routed_flops_per_token(shape)) / gemm_rate,
         )
 
     @property
@@ -347,6 +403,7 @@ class Rates(NamedTuple):
     block_products: float  # the part of block_token in matrix products
     head_products: float
     experts: float  # for all experts in a micro-batch, whatever its tokens
+    expert_token: float  # the part of block_token in products of experts
 
 
 def _grouping_flops(shape: ModelShape) -> float:

@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.workload.base import Phase
 from wlb.workload.shapes import ModelShape
-from wlb.workload.weights import feed_forward_width, parameters
+from wlb.workload.weights import feed_forward_width, parameters, routed_layers
 
 # A backward multiplies once for the gradient of the input and once for that of the weight.
 LINEAR_BACKWARD_FACTOR = 2.0
@@ -62,6 +62,14 @@ def linear_flops(shape: ModelShape, tokens: ArrayLike, phase: Phase = "both") ->
 def gemm_flops_per_token(shape: ModelShape) -> float:
     """Forward operations for one token: projections, feed-forward or chosen experts, and output head."""
     return 2.0 * parameters(shape, active=True, tied_embeddings=True)  # the embedding is a lookup; the head counts
+
+
+def routed_flops_per_token(shape: ModelShape) -> float:
+    """The part of ``gemm_flops_per_token`` in the chosen experts, without shared ones."""
+    experts = shape.experts
+    if experts is None:
+        return 0.0
+    return 2.0 * routed_layers(shape) * 3 * shape.hidden * experts.active * experts.ffn_hidden
 
 
 def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:

@@ -16,8 +16,7 @@ from wlb.job.planner import StepPlanner
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.step import Steps
-from wlb.workload import HARDWARE, Costs, hardware_preset
-from wlb.workload.links import group_link
+from wlb.workload import HARDWARE, hardware_preset
 from wlb.workload.shapes import Experts
 from wlb_studies.published.stacks import StackCosts, StackSoftware, attending_with, narrow_rate
 
@@ -29,42 +28,6 @@ def costs_of(software: StackSoftware, **layout: int) -> JobCosts:
     sizes = LAYOUT | layout
     job = simulated_job(ROUTED, WINDOW, "plain-4d", micro_batches=2, software=software, **sizes)
     return JobCosts(job)
-
-
-def of_experts(costs: JobCosts) -> Any:
-    assert isinstance(costs.rank, StackCosts)
-    return costs.rank.expert_seconds(1000)
-
-
-def test_experts_on_other_ranks_exchange_tokens_and_share_weights():
-    alone, spread = (costs_of(StackSoftware(expert_parallel=ranks)) for ranks in (1, 4))
-    link = group_link(spread.job.hardware, "all_to_all", 4, stride=1)
-    received = 1000 * 2 * ROUTED.hidden * 2 / 2 * 3 / 4  # tokens x experts x values x bytes / tp, but a rank's own
-    assert of_experts(alone) == 0
-    assert of_experts(spread) == pytest.approx(2 * 7 * float(link.seconds(received)))
-    wide = costs_of(StackSoftware(expert_parallel=16), dp=4)
-    between = group_link(spread.job.hardware, "point_to_point", 16, stride=1)
-    reached = 1 - (1 / 2) ** 2  # the other node, by one of two experts or both
-    assert of_experts(wide) == pytest.approx(2 * 7 * float(between.seconds(1000 * reached * ROUTED.hidden)))
-    assert spread.block_gather < alone.block_gather
-    assert spread.rank.tp_seconds(1000) == alone.rank.tp_seconds(1000) + of_experts(spread)
-    assert spread.optimizer.tolist() == pytest.approx(alone.optimizer.tolist())
-
-
-@pytest.mark.parametrize("ranks", [0, 3, 32])
-def test_ranks_that_cannot_share_the_experts_are_refused(ranks: int):
-    with pytest.raises(UserError, match=f"expert_parallel = {ranks} must divide the model's 16 experts"):
-        costs_of(StackSoftware(expert_parallel=ranks))
-
-
-def test_an_overlapped_exchange_of_experts_costs_no_time():
-    shown, hidden = (
-        StackCosts(ROUTED, HARDWARE["h100"], software=StackSoftware(expert_parallel=4, overlaps_experts=overlaps))
-        for overlaps in (False, True)
-    )
-    assert shown.expert_seconds(4096) > 0 == hidden.expert_seconds(4096)
-    assert shown.blocks_seconds(4096) == hidden.blocks_seconds(4096)
-    assert shown.blocks_seconds(4096) < Costs(ROUTED, HARDWARE["h100"]).blocks_seconds(4096)
 
 
 def test_narrow_types_speed_up_the_matrix_products_of_blocks_alone():

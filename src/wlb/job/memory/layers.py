@@ -5,13 +5,14 @@ Counted tensor by tensor for the model that ``wlb.training`` trains, after the m
 attention are counted in the same way, but cannot be compared, as nothing here runs them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from wlb.job.job import Job
 from wlb.workload.costs import MASTER_BYTES
 from wlb.workload.shapes import DENSE, BlockKind
-from wlb.workload.weights import block_weights, feed_forward_width
+from wlb.workload.weights import block_weights, expert_weights, feed_forward_width, routed_layers
 
 # wlb.runtime.loss converts this many rows of scores to a wide type at a time, and keeps a label and a sum for each row.
 _CHUNK_ROWS, _ROW_BYTES = 1024, 13
@@ -22,6 +23,8 @@ _SLICED = 1 / 3  # largest share of tokens in flight that are in slices
 @dataclass(frozen=True)
 class Unit:
     """A module that a stage runs: elements of its weights and gradients on this rank, and its bytes for some rows.
+
+    ``experts`` are the part of its weights in experts that other GPUs do not have.
 
     ``forward`` and ``backward`` are the most bytes that they need beyond what is held when they begin. ``held`` are the
     bytes that a forward leaves for its backward, including ``scores`` over the vocabulary and ``received`` keys and
@@ -36,6 +39,7 @@ class Unit:
     scores: int = 0
     received: int = 0
     root: bool = False
+    experts: int = 0
 
 
 class Exchange(NamedTuple):
@@ -106,10 +110,12 @@ class LayerMemory:
             self.stream + max(narrowing, gating, widening),
             2 * self.stream + 2 * attention_out + projected + work_backward - last_half + 3 * matrix,
         )
-        weights = -(-block_weights(shape, kind) // tp) + 2 * shape.hidden
+        experts = self._own_experts() if kind.routed else 0
+        others = block_weights(shape, kind) - experts * max(self.job.layout.ep, tp)
+        weights = -(-others // tp) + experts + 2 * shape.hidden
         if self.job.activation_checkpointing == "none":
             forward = max(everything + 3 * self.stream + self.partial_sums, attending)
-            return Unit(weights, weights, everything, forward, backward, received=received)
+            return Unit(weights, weights, everything, forward, backward, received=received, experts=experts)
         held, again = self.stream, everything + backward
         if self.job.activation_checkpointing == "keep_attention":
             held += kept_attention
@@ -117,7 +123,12 @@ class LayerMemory:
             again, received = max(again, attending), 0
         feeding_forward = self.stream + self.partial_sums + self.gathered + 3 * wide
         forward = held + max(feeding_forward, attending - self.norm)
-        return Unit(weights, weights, held, forward, again - held, received=received)
+        return Unit(weights, weights, held, forward, again - held, received=received, experts=experts)
+
+    def _own_experts(self) -> int:
+        """Weights of the experts of a block on this GPU, if a group of them shares all; else 0."""
+        shape, layout = self.job.shape, self.job.layout
+        return 0 if layout.ep == 1 else expert_weights(shape) // (routed_layers(shape) * max(layout.ep, layout.tp))
 
     def _projected(self) -> int:
         """What the projections of attention leave for the backward."""
@@ -129,11 +140,12 @@ class LayerMemory:
     def _routed(self) -> int:
         """Inputs and outputs of the experts of each token, and its scores for all experts.
 
-        Experts are divided over tensor-parallel ranks, and tokens over experts.
+        Experts are divided over tensor-parallel or expert-parallel ranks, and tokens over experts.
         """
         shape, experts = self.job.shape, self.job.shape.experts
         assert experts is not None
-        rows = -(-self.rows // self.job.layout.tp)
+        busiest = self.job.costs.expert_imbalance if self.job.layout.ep > 1 else 1.0
+        rows = math.ceil(busiest * self.rows / self.job.layout.tp)
         return rows * (2 * experts.active * shape.hidden * self.compute + experts.count * self.master)
 
     def _attention_work(self) -> tuple[int, int]:
@@ -245,6 +257,6 @@ def _largest_exchange(job: Job, rows: int) -> Exchange:
     if job.layout.pool_size == 1:
         return Exchange(0, 0)
     moved = (job.layout.pool_size - 1) * rows
-    if job.levels_steps:  # a shared micro-batch has a single document
-        moved = min(moved, job.context_window)
+    if job.levels_steps:  # a micro-batch of more ranks than share experts has a single document
+        moved = min(moved, max(job.context_window, (job.layout.ep_ranks - 1) * rows))
     return Exchange(rows, moved)

@@ -126,7 +126,9 @@ class _Walk:
         kinds = [(n == 0, n == last, *map(job.shape.block_kind, layers)) for n, layers in enumerate(self.blocks)]
         self.like = [kinds.index(kind) for kind in kinds]  # the first stage like each
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
-        self.shards = job.layout.dp_cp  # ranks over which FSDP divides weights
+        layout = job.layout
+        self.shards = layout.dp_cp  # ranks over which FSDP divides weights
+        self.expert_shards = layout.dp_cp // layout.ep_ranks  # those of experts that the rank does not share
         self.frees_weights = not job.layout.keeps_weights  # and gathers them again in every micro-batch
         self.held: dict[str, int] = {}
         self.total = 0  # of ``held``
@@ -142,8 +144,7 @@ class _Walk:
         """Walk through a step: forwards, backwards and the optimizer; or until over ``limit`` bytes."""
         stages = self.job.layout.rank_stages[self.rank]
         mine = {stage: self._units(stage, LayerMemory(self.job, 1)) for stage in stages}
-        weights = sum(unit.weights for units in mine.values() for unit in units)
-        shard = -(-weights // self.shards) * self.master
+        shard = self._sharded([unit for units in mine.values() for unit in units]) * self.master
         self._add("weights", shard)
         self._add("optimizer", 2 * shard)
         self._add("checkpoint", 3 * shard if self.job.checkpoint_copy else 0)
@@ -258,7 +259,13 @@ class _Walk:
         self._free(index, unit)
         self._note(working=whole)
         self.with_gradients.discard(index)
-        self._add("gradients", -(-whole // self.shards) - unit.gradient * self.master)
+        self._add("gradients", self._sharded([unit]) * self.master - unit.gradient * self.master)
+
+    def _sharded(self, units: Sequence[Unit]) -> int:
+        """Elements of the weights of ``units`` that FSDP leaves on this rank."""
+        experts = sum(unit.experts for unit in units)
+        others = sum(unit.weights for unit in units) - experts
+        return -(-others // self.shards) + -(-experts // self.expert_shards)
 
     def _note(self, working: int = 0, gradients: int = 0) -> None:
         """Record the current memory plus temporary bytes, if that is the peak so far."""

@@ -1,4 +1,4 @@
-"""Prices of software that trains differently from ours: experts on several ranks, and overlapping collectives."""
+"""Prices of software that trains differently from ours: other kernels, types and collectives."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from wlb.job.prices import Software
 from wlb.workload import Costs, Hardware, ModelShape, Seconds
 from wlb.workload.base import Direction, Phase
 from wlb.workload.costs import Rates
-from wlb.workload.flops import LINEAR_BACKWARD_FACTOR, elementwise_values_per_token, gemm_flops_per_token
-from wlb.workload.links import group_link, shard_bytes
-from wlb.workload.weights import expert_weights, routed_layers
+from wlb.workload.flops import (
+    LINEAR_BACKWARD_FACTOR,
+    elementwise_values_per_token,
+    gemm_flops_per_token,
+    routed_flops_per_token,
+)
 
 # Exposed share of tensor-parallel collectives that overlap with matrix products in parts; fitted by fit_prices.py.
 _SHOWN_OF_ASYNC_TP = 0.6
@@ -55,8 +58,7 @@ def narrow_rate(preset: str, dtype: str) -> float:
 class StackSoftware(Software):
     """A training stack whose prices are ``StackCosts``.
 
-    ``async_tp`` splits tensor-parallel collectives and matrix products into parts that overlap. ``expert_parallel``
-    ranks share the experts and exchange tokens; with ``overlaps_experts`` computing hides that. A stack that is not
+    ``async_tp`` splits tensor-parallel collectives and matrix products into parts that overlap. A stack that is not
     ``fused`` runs every element-wise operation as its own kernel. ``block_rate`` is the rate of matrix products of
     blocks in a narrow type, over that in the preset's. ``micro_batch_seconds`` is host time for a forward and backward,
     however few tokens; the GPU waits for it.
@@ -66,37 +68,23 @@ class StackSoftware(Software):
     collectives run in the kernels' stream).
     """
 
+    expert_imbalance: float = 1.0  # prices were fitted to these rows without any
     async_tp: bool = False
-    expert_parallel: int = 1
-    overlaps_experts: bool = False
     fused: bool = True
     block_rate: float = 1.0
     micro_batch_seconds: float = 0.0
     gathers_context: bool = False
 
     def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> StackCosts:
-        return StackCosts(shape, hardware, tp, software=self, **settings)
+        experts: dict[str, Any] = {name: getattr(self, name) for name in ("exposed_exchange", "expert_imbalance")}
+        return StackCosts(shape, hardware, tp, software=self, **settings, **experts)
 
 
 @dataclass(frozen=True)
 class StackCosts(Costs):
-    """``Costs`` of a ``StackSoftware``; raises ``UserError`` if its ranks cannot share the experts evenly."""
+    """``Costs`` of a ``StackSoftware``."""
 
     software: StackSoftware = StackSoftware()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ranks, experts = self.software.expert_parallel, self.shape.experts
-        if ranks < 1 or (ranks > 1 and (experts is None or experts.count % ranks)):
-            raise UserError(
-                f"expert_parallel = {ranks} must divide the model's {experts.count if experts else 0} experts; choose "
-                "a divisor, or 1"
-            )
-
-    @property
-    def own_weights(self) -> float:
-        """Of the experts only its own."""
-        return super().own_weights - expert_weights(self.shape) * (1 - 1 / self.software.expert_parallel)
 
     def phase_rates(self, phase: Direction) -> Rates:
         ours, shape, hardware, software = super().phase_rates(phase), self.shape, self.hardware, self.software
@@ -106,20 +94,21 @@ class StackCosts(Costs):
         factor = 1.0 if phase == "forward" else LINEAR_BACKWARD_FACTOR
         gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * self.tp
         flops = gemm_flops_per_token(shape) - 2.0 * shape.vocab_size * shape.hidden  # grouping is never narrow
-        saved = factor * flops * (1 - 1 / software.block_rate) / gemm_rate
+        narrow = factor * (1 - 1 / software.block_rate) / gemm_rate
+        saved = narrow * flops
         return ours._replace(
             block_token=ours.block_token + elements - saved,
             block_products=ours.block_products - saved,
-            experts=ours.experts / software.expert_parallel,
+            expert_token=ours.expert_token - narrow * routed_flops_per_token(shape),
         )
 
     @property
     def gathers_context(self) -> bool:
         return self.software.gathers_context
 
-    def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both") -> Seconds:
+    def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both", routed: ArrayLike | None = None) -> Seconds:
         """Includes host time, a third of it in the forward."""
-        seconds = super().blocks_seconds(tokens, phase)
+        seconds = super().blocks_seconds(tokens, phase, routed)
         if phase == "both":  # the sum of both phases
             return seconds
         host = self.software.micro_batch_seconds / (1 + LINEAR_BACKWARD_FACTOR)
@@ -127,22 +116,5 @@ class StackCosts(Costs):
         return seconds + np.where(np.asarray(tokens) > 0, own, 0.0)
 
     def tp_seconds(self, tokens: ArrayLike) -> Seconds:
-        """Includes the exchange of experts."""
         shown = _SHOWN_OF_ASYNC_TP if self.software.async_tp else 1.0
-        return shown * super().tp_seconds(tokens) + self.expert_seconds(tokens)
-
-    def expert_seconds(self, tokens: ArrayLike) -> Seconds:
-        """Sending tokens to the ranks with their experts and back, in a forward or a backward."""
-        experts, ranks, hardware = self.shape.experts, self.software.expert_parallel, self.hardware
-        if experts is None or ranks == 1 or self.software.overlaps_experts:
-            return np.zeros(np.shape(tokens))
-        nodes = -(-ranks // hardware.node_size)
-        link = group_link(hardware, "all_to_all", min(ranks, hardware.node_size), stride=1)
-        copy = np.asarray(tokens) * self.shape.hidden * hardware.bytes_per_value / self.tp
-        seconds = link.seconds(shard_bytes(experts.active, ranks) * copy)
-        if nodes > 1:
-            # A token goes once to each other node that has one of its experts.
-            reached = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts.active)
-            between = group_link(hardware, "point_to_point", ranks, stride=1)
-            seconds = np.maximum(seconds, between.seconds(reached * copy))
-        return 2 * routed_layers(self.shape) * seconds
+        return shown * super().tp_seconds(tokens)

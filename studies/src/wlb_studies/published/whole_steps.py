@@ -159,8 +159,6 @@ def published_step(row: Row) -> PublishedStep:
     layout, count, lengths, assumed = _layout(row)
     weights = _weights(row, stack)
     software = _software(row, stack, weights)
-    if (gpus := layout.world_size // layout.pp) % software.expert_parallel:
-        raise UserError(f"ep = {software.expert_parallel} does not divide the {gpus} GPUs of a pipeline stage")
     job = simulated_job(
         shape,
         max(map(sum, lengths)),  # L_max, by which memory is predicted
@@ -233,7 +231,8 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
     if batch_of_rank:
         sequences = max(1, sequences // pp)
         virtual_pp = 2 if "Interleaved" in _note(row) else 1
-    layout = Layout(tp, cp, pp, dp, virtual_pp, "interleaved_1f1b" if virtual_pp > 1 else "1f1b")
+    ep = 1 if row.get("ep") is None else size(row, "ep")
+    layout = Layout(tp, cp, pp, dp, virtual_pp, "interleaved_1f1b" if virtual_pp > 1 else "1f1b", ep=ep)
     listed = micro_batches(row)
     if listed is not None:
         if len(listed) % dp:
@@ -273,8 +272,7 @@ def _software(row: Row, stack: Stack, weights: Weights) -> StackSoftware:
         prefetch=stack.prefetch,
         syncs_always=weights == "gathered",
         async_tp=stack.overlaps_tp,
-        expert_parallel=1 if row.get("ep") is None else size(row, "ep"),
-        overlaps_experts=stack.overlaps_experts,
+        exposed_exchange=0.0 if stack.overlaps_experts else 1.0,
         fused=stack.compiled,
         block_rate=narrow_rate(_preset(row), _precision(row)),
         micro_batch_seconds=_HOST_SECONDS if row["repo"].startswith("huggingface/") and not stack.compiled else 0.0,
@@ -308,11 +306,16 @@ def _hardware(row: Row, stack: Stack) -> Hardware:
 def _overlaps_experts(row: Row) -> bool:
     """Whether computing hid the exchange of experts: in Megatron-Bridge since release 26.06, judged by its timings.
 
-    Steps of one configuration became 1.35 times as fast in that release, which matches their exchange time. A row
-    without a release counts as the newest.
+    Inside a node, steps of one configuration became 1.35 times as fast in that release, which matches their exchange
+    time; across nodes they did not change. A row without a release counts as the newest.
     """
     release = str(row.get("release") or "") or next(iter(re.findall(r"\b2\d\.\d\d\b", row["table"])), "newest")
-    return row["repo"] == _BRIDGE and release >= "26.06"
+    return row["repo"] == _BRIDGE and (_says(_note(row), "overlapped") or (release >= "26.06" and _in_a_node(row)))
+
+
+def _in_a_node(row: Row) -> bool:
+    """Whether the ranks that share experts are on one node."""
+    return row.get("ep") is None or size(row, "ep") <= hardware_preset(_preset(row)).node_size
 
 
 def _ran_eagerly(row: Row) -> bool:
@@ -378,7 +381,8 @@ def _kind(row: Row, shape: ModelShape) -> str:
     if row.get("functional"):
         return FUNCTIONAL
     if shape.experts is not None:
-        return "mixture of experts"
+        shared = "" if row.get("ep") in (None, 1) else ", EP inside a node" if _in_a_node(row) else ", EP across nodes"
+        return f"mixture of experts{shared}"
     if _precision(row) != "bf16":
         return f"dense, {_precision(row).upper()}"
     return "dense, bf16" if _stated_recomputation(row) else "dense, bf16, recomputation assumed"

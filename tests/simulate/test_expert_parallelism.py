@@ -1,0 +1,210 @@
+"""Mixtures of experts under expert parallelism: prices, lock step, plans of whole groups, memory and the search."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.simulate.jobs import ROUTED, SHAPE, WINDOW, documents
+from wlb.documents.synthetic import sample_lengths
+from wlb.errors import UserError
+from wlb.job.job import Job
+from wlb.job.memory.fit import fits, predicted_memory
+from wlb.job.planner import StepPlanner
+from wlb.job.prices import Software, level_shards
+from wlb.packing.plan import StepPlan
+from wlb.sharding.latency import Phases, Priced
+from wlb.simulate import simulate_step, simulated_job
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.decide import decide
+from wlb.simulate.level import LevelSteps
+from wlb.simulate.rate import rate
+from wlb.simulate.search import fastest_layout, layout_of
+from wlb.simulate.space import search_space
+from wlb.simulate.step import Steps
+from wlb.workload import HARDWARE, Costs, ModelShape
+from wlb.workload.links import group_link
+from wlb.workload.shapes import Experts
+
+H100 = HARDWARE["h100"]
+
+
+def routed_job(preset: str = "plain-4d", shape: ModelShape = ROUTED, **settings: Any) -> Job:
+    return simulated_job(shape, WINDOW, preset, **{"micro_batches": 2} | settings)
+
+
+def level_job(dp: int = 8, ep: int = 4, **settings: Any) -> Job:
+    packing = {"grouping": "level", "global_batch": 16}
+    return decide(routed_job("balanced", dp=dp, ep=ep, packing=packing, **settings), documents())
+
+
+def plans_of(one: Job, steps: int = 3) -> list[StepPlan]:
+    return [*islice(StepPlanner(one, documents()).plans(), steps)]
+
+
+def test_experts_on_other_gpus_exchange_tokens_and_share_weights():
+    alone, spread = (JobCosts(routed_job(dp=2, cp=2, pp=2, tp=2, ep=ep)) for ep in (1, 4))
+    link = group_link(H100, "all_to_all", 4, stride=1)
+    received = 1000 * 2 * ROUTED.hidden * 2 / 2 * 3 / 4  # tokens x experts x values x bytes / tp, but a rank's own
+    assert alone.rank.expert_seconds(1000) == 0
+    assert spread.rank.expert_seconds(1000) == pytest.approx(2 * 7 * float(link.seconds(received)))
+    wide = Costs(ROUTED, H100, tp=2, ep=16)
+    between = group_link(H100, "point_to_point", 16, stride=1)
+    reached = 1 - (1 / 2) ** 2  # the other node, by one of two experts or both
+    assert wide.expert_seconds(1000) == pytest.approx(2 * 7 * float(between.seconds(1000 * reached * ROUTED.hidden)))
+    assert spread.block_gather < alone.block_gather
+    assert spread.optimizer.tolist() == pytest.approx(alone.optimizer.tolist())
+    assert spread.rank.own_weights < alone.rank.own_weights
+
+
+def test_the_busiest_gpu_counts_and_an_overlapped_exchange_does_not():
+    even, uneven, hidden = (
+        Costs(ROUTED, H100, ep=4, expert_imbalance=most, exposed_exchange=shown)
+        for most, shown in ((1.0, 1.0), (1.5, 1.0), (1.0, 0.25))
+    )
+    more = uneven.blocks_seconds(4096) - even.blocks_seconds(4096)
+    products = 3 * 2.0 * 7 * 3 * 1024 * 2 * (512 + 550) / (H100.peak_flops * H100.gemm_efficiency)
+    assert more == pytest.approx(0.5 * 4096 * products)
+    assert even.blocks_seconds(0, routed=4096) > 0 == even.blocks_seconds(0)  # experts of others' tokens
+    assert hidden.expert_seconds(4096) == pytest.approx(even.expert_seconds(4096) / 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"dp": 32, "ep": 32}, "ep = 32 does not divide the model's 16 experts; choose a divisor"),
+        ({"dp": 2, "ep": 4}, "ep = 4 does not divide the dp x cp x tp = 2 GPUs of a pipeline stage"),
+        ({"dp": 4, "cp": 3, "ep": 2}, "cp = 3 is neither a multiple nor a divisor of them"),
+        ({"dp": 3, "tp": 8, "ep": 12, "shape": replace(ROUTED, experts=Experts(12, 2, 512))}, "neither a multiple nor"),
+        ({"dp": 4, "ep": 4, "shape": SHAPE}, "ep = 4 does not divide the model's 0 experts"),
+        ({"dp": 8, "ep": 4, "preset": "balanced", "pool": 2}, "pool = 2 splits groups of ranks: ep = 4 GPUs share"),
+    ],
+)
+def test_groups_that_cannot_share_experts_are_refused(layout: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message) as refused:
+        routed_job(**layout)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("preset", ["plain-4d", "per-document-4d", "wlb-llm"])
+@pytest.mark.parametrize(("layout", "pools"), [({"dp": 8, "ep": 4}, 4), ({"dp": 4, "cp": 2, "tp": 2, "ep": 8}, 2)])
+def test_pools_that_share_experts_are_in_lock_step_in_every_micro_batch(preset, layout, pools):
+    one = routed_job(preset, **layout)
+    plan = plans_of(one, 8)[-1]
+    steps = Steps.of_plans([plan], JobCosts(one))
+    ranks = Priced.of(steps.shards, one.costs)
+    for phase, own, head in zip(steps.stages, ranks.blocks, ranks.head, strict=True):
+        seconds = (own + head).reshape(-1, pools, 2)
+        np.testing.assert_allclose(phase[0, ::pools, 0], seconds.max(axis=1))
+        assert (phase[0, :, 0] == np.repeat(phase[0, ::pools, 0], pools, axis=0)).all()
+    alone = replace(one, layout=replace(one.layout, ep=1))
+    free = Steps.of_plans([plan], JobCosts(alone))
+    assert steps.where["dp ranks"][0] > 0 < steps.where["expert exchange"][0]
+    assert free.where["expert exchange"][0] == 0
+
+
+def test_experts_see_the_tokens_of_all_ranks_of_their_group():
+    """The rank with few tokens waits for the others, and computes its share of their experts."""
+    one = routed_job("per-document-4d", dp=4, ep=4)
+    steps = simulate_step(plans_of(one, 1)[0], one)
+    assert isinstance(steps, Steps)
+    tokens = steps.shards.tokens.copy()
+    tokens[0, 0] //= 2
+    uneven = Steps.of_shards(steps.shards._replace(tokens=tokens), JobCosts(one))
+    forward, mean = uneven.blocks.forward[0, :, :, 0], tokens[0, :, :, 0].mean(axis=0)
+    expected = [one.costs.blocks_seconds(tokens[0, rank, :, 0], "forward", mean) for rank in range(4)]
+    np.testing.assert_allclose(forward, expected)
+    assert (forward[0] < forward[1]).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    ep=st.sampled_from([2, 4, 8]), tp=st.sampled_from([1, 2]), dp=st.sampled_from([8, 16]), seed=st.integers(0, 10**6)
+)
+def test_level_rounds_train_every_document_once_on_whole_groups(ep: int, tp: int, dp: int, seed: int):
+    lengths = sample_lengths(600, WINDOW, seed)
+    packing = {"grouping": "level", "global_batch": 16}
+    one = decide(routed_job("balanced", dp=dp, tp=tp, ep=ep, packing=packing), lengths)
+    trained, together = list[int](), one.layout.ep_ranks
+    for plan in islice(StepPlanner(one, lengths, epochs=1).plans(), 3):
+        table = plan.table
+        trained += table[:, 0].tolist()
+        np.testing.assert_array_equal(table[:, 1:], np.column_stack([0 * table[:, 0], lengths[table[:, 0]]]))
+        for part in plan.micro_batches:
+            groups = np.unique(np.array(part.ranks) // together)
+            assert part.ranks == tuple((groups[:, None] * together + np.arange(together)).ravel().tolist())
+            assert part.tokens <= one.max_tokens * len(part.ranks) / one.layout.pool_size + len(part.ranks)
+    assert len(trained) == len(set(trained))
+    assert fits(one)
+
+
+def by_events(one: Job, plan: StepPlan) -> float:
+    """When the last rank is done, layer by layer: all ranks of a round meet at both all-to-alls of every layer."""
+    layers, clocks = one.shape.layers, np.zeros(one.layout.dp_cp)
+    rounds: dict[int, Phases] = {}
+    shards_of = level_shards(plan.micro_batches, len(clocks), one.costs, one.ranks_per_node, one.sharding.strategy)
+    for places, costs, shards in shards_of:
+        priced = Priced.of(shards, costs, together=lambda seconds: seconds)
+        for number, place in enumerate(places):
+            both = [blocks[number] / layers for blocks in priced.blocks], [head[number] for head in priced.head]
+            rounds[place] = both  # type: ignore[assignment]
+    for place, part in enumerate(plan.micro_batches):
+        ranks, ((forward, backward), (head, head_backward)) = list(part.ranks), rounds[place]
+        for own in (*[forward] * layers, head, head_backward, *[backward] * layers):
+            clocks[ranks] = (clocks[ranks].max() if own is forward or own is backward else clocks[ranks]) + own
+            clocks[ranks] = clocks[ranks].max()
+    return float(clocks.max())
+
+
+@pytest.mark.parametrize(("ep", "checkpointing"), [(2, "none"), (4, "full"), (8, "keep_attention")])
+def test_rounds_take_what_events_take(ep: int, checkpointing: str):
+    one = level_job(dp=16, ep=ep, activation_checkpointing=checkpointing)
+    for plan in plans_of(one):
+        steps = LevelSteps.of_plans([plan], JobCosts(one))
+        bare = replace(steps, modelled=steps.modelled - {"weight gathers"})
+        assert bare.ends.max() == pytest.approx(by_events(one, plan), rel=1e-9)
+        np.testing.assert_allclose(sum(steps.where.values()), steps.seconds)
+
+
+def test_rounds_are_level_and_leave_the_lock_step_behind():
+    one, plain = level_job(dp=16, ep=4), routed_job(dp=16, ep=4, micro_batches=1)
+    level = [float(simulate_step(plan, one).imbalance["dp"][0]) for plan in plans_of(one)]
+    assert max(level) < 1.1
+    rates = [rate(job, documents(), 3, job.work_prices).tokens_per_second for job in (plain, one)]
+    assert rates[1] > rates[0]
+
+
+def test_memory_has_own_experts_and_shards_of_their_states():
+    def parts(ep: int) -> dict[str, int]:
+        return predicted_memory(routed_job(dp=8, ep=ep, weights="kept")).parts
+
+    alone, spread = parts(1), parts(8)
+    experts = 7 * 3 * 1024 * 16 * 512
+    assert spread["weights"] == pytest.approx(alone["weights"], rel=1e-3)  # sharded over all GPUs either way
+    assert alone["gathered weights"] - spread["gathered weights"] == pytest.approx(2 * experts * 7 / 8, rel=1e-3)
+    assert spread["gradients"] < alone["gradients"]
+    even, uneven = (
+        predicted_memory(routed_job(dp=8, ep=8, software=Software(expert_imbalance=most))).parts["activations"]
+        for most in (1.0, 1.5)
+    )
+    assert even < uneven
+
+
+def choices(preset: str, **sizes: int) -> Iterator[str]:
+    space = search_space(
+        ROUTED, 8, WINDOW, hardware=replace(H100, memory_bytes=9e9), batch_tokens=16 * WINDOW, fixed=sizes
+    )
+    yield from (layout_of(one.job) for one in fastest_layout(space, documents(), preset).ranking)
+
+
+@pytest.mark.parametrize("preset", ["plain-4d", "balanced"])
+def test_every_system_searches_its_own_ep(preset: str):
+    best = next(choices(preset))
+    fixed = next(choices(preset, ep=2))
+    assert " ep 2" in fixed
+    assert best.startswith("tp")
