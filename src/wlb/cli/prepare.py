@@ -1,7 +1,5 @@
 """``wlb prepare``: turns documents into a token store."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -161,7 +159,7 @@ def _check(source: str, json: bool) -> None:
         show_next("check", source)
 
 
-def _corpus(sources: list[Path], stdlib: bool, text: options.TextOptions, out: Path) -> Corpus:
+def _corpus(sources: list[Path], stdlib: bool, text: options.TextOptions, out: Path) -> "Corpus":
     """The documents to read. Raises ``UserError`` if the store in ``out`` would overwrite one of the sources."""
     from wlb.documents.prepare.sources import StdlibCorpus
     from wlb.documents.store.writer import store_files
@@ -178,7 +176,7 @@ def _corpus(sources: list[Path], stdlib: bool, text: options.TextOptions, out: P
     return corpus
 
 
-def _tokenizer(corpus: Corpus, source: str | None, bpe_size: int | None, end_token: str | None) -> Tokenizer:
+def _tokenizer(corpus: "Corpus", source: str | None, bpe_size: int | None, end_token: str | None) -> "Tokenizer":
     from wlb.documents.prepare import train_tokenizer
     from wlb.documents.prepare.tokenization import load_tokenizer
 
@@ -197,7 +195,7 @@ def _progress(what: str) -> Iterator[Callable[[int], None]]:
         yield partial(bar.advance, bar.add_task(f"{what}, documents", total=None))
 
 
-def _show(report: PrepareReport, made: str) -> None:
+def _show(report: "PrepareReport", made: str) -> None:
     rows = {"in": (f"{report.documents_in:,}", "")}
     rows |= {f"rejected: {reason.replace('_', ' ')}": (f"{count:,}", "") for reason, count in report.rejects.items()}
     rows["out"] = (f"{report.documents_out:,}", f"{report.tokens:,}")

@@ -1,7 +1,5 @@
 """``wlb profile``: measures the cost of attention and of everything else on this device."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -42,7 +40,7 @@ class ProfileOptions:
     threads: Annotated[int, options.number("CPU threads.", most=1024)] = 1
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes, fewer times.")] = False
 
-    def settings(self) -> ProfileSettings:
+    def settings(self) -> "ProfileSettings":
         """The settings of the measurement. Raises ``UserError`` for a model, tp or device that does not exist."""
         torch = require("torch", "train")
         from wlb.profiling.measure import ProfileSettings, tensor_parallel_shard

@@ -1,7 +1,5 @@
 """``wlb report``: one HTML file on what a job loses to imbalance and how much faster each preset runs it."""
 
-from __future__ import annotations
-
 import webbrowser
 from itertools import chain, count
 from os.path import isdir
@@ -108,7 +106,7 @@ def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
     return measured_report(run, earlier), summary
 
 
-def _predicted(context: typer.Context, source: str, asked: options.JobOptions) -> tuple[str, Estimate, str]:
+def _predicted(context: typer.Context, source: str, asked: options.JobOptions) -> "tuple[str, Estimate, str]":
     """The page, the estimate, and a line on what was read."""
     from wlb.documents.lengths import read_lengths, what_was_read
     from wlb.report.evidence import Evidence

@@ -1,7 +1,5 @@
 """``wlb train``: train a model on this machine, or check and predict a job of any size with ``--dry-run``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -83,7 +81,7 @@ def _dp_of_this_machine(of_one_rank: int) -> int:
     return max(1, gpus // of_one_rank)
 
 
-def _dry_run(config: Path, loaded: JobConfig, overrides: list[str], hardware: str | None, json: bool) -> int:
+def _dry_run(config: Path, loaded: "JobConfig", overrides: list[str], hardware: str | None, json: bool) -> int:
     """Check a job without running it; returns 1 if something would stop it at its start."""
     from wlb.workload.hardware import hardware_preset
 
@@ -104,7 +102,7 @@ def _dry_run(config: Path, loaded: JobConfig, overrides: list[str], hardware: st
     return _PROBLEMS if result.problems else 0
 
 
-def _print(config: Path, result: DryRun) -> None:
+def _print(config: Path, result: "DryRun") -> None:
     simulated = result.simulated
     data = "synthetic documents, as its token store is not here" if result.synthetic else "its token store"
     stdout.print(f"{config} on {result.job.layout.world_size:,} x {result.hardware}, planned on {data}")

@@ -1,7 +1,5 @@
 """Planned steps for a loop with Accelerate, each an iterable of its batches; see ``examples/with_accelerate.py``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,7 +37,7 @@ class BalancedSteps(PackedSteps):
         if self.job.levels_steps:
             warn_of_memory(prepared)
 
-    def __next__(self) -> BalancedStep:
+    def __next__(self) -> "BalancedStep":
         return BalancedStep(**vars(super().__next__()), _in_turn=self._in_turn)
 
     def state_dict(self, step: RankStep[PackedBatch] | None = None) -> dict[str, Any]:

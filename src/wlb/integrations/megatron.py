@@ -5,8 +5,6 @@ scheduler which micro-batch and rank trains which sample, and moves the samples 
 ``--sequence-packing-scheduler dp_balanced`` selects it, in dev and in main from #6742 on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ In a level step each rank runs its own number of micro-batches, all finish toget
 documents. Any other collective inside a micro-batch would deadlock.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass

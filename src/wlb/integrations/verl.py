@@ -6,8 +6,6 @@ verl runs its controller and workers in separate Ray processes. One setting rero
         +ray_kwargs.ray_init.runtime_env.worker_process_setup_hook=wlb.integrations.verl.reroute_balancing
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 

@@ -4,8 +4,6 @@ The schema has keys, types, defaults, bounds, and rules across settings; ``Job``
 ``config_file`` reads a file into it. Nothing here imports torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -100,7 +98,7 @@ class RopeScalingConfig(Section):
     truncate: bool = Field(True, description="With yarn")
 
     @model_validator(mode="after")
-    def _check(self) -> RopeScalingConfig:
+    def _check(self) -> Self:
         for name in sorted(self.model_fields_set - self.in_effect.keys()):
             if getattr(self, name) is not None:
                 raise ValueError(f"{name} has no effect with rope_type = {self.rope_type!r}; leave it out")
@@ -142,7 +140,7 @@ class ModelConfig(Section):
     tied_embeddings: bool = Field(False, description="Tie output head and embedding")
 
     @model_validator(mode="after")
-    def _check(self) -> ModelConfig:
+    def _check(self) -> Self:
         if self.pretrained is not None and "name" in self.model_fields_set:
             raise ValueError(
                 f"model.name = {self.name!r} and model.pretrained = {str(self.pretrained)!r} both set the shape; "
@@ -236,7 +234,7 @@ class PackingConfig(PackingOptions):
             raise UserError(f"{given} must be a multiple of {sizes} = {together}, such as {least}")
 
     @model_validator(mode="after")
-    def _check(self) -> PackingConfig:
+    def _check(self) -> Self:
         together = self.window * self.global_batch
         if together > MOST_MICRO_BATCHES:
             raise ValueError(
@@ -328,7 +326,7 @@ class EvaluationConfig(Section):
     documents: PositiveInt | None = Field(None, description="Score only the first N documents; default: all")
 
     @model_validator(mode="after")
-    def _check(self) -> EvaluationConfig:
+    def _check(self) -> Self:
         if self.store is None and self.model_fields_set - {"store"}:
             raise ValueError(f"evaluation.{min(self.model_fields_set - {'store'})} needs evaluation.store")
         return self
@@ -365,7 +363,7 @@ class JobConfig(Section):
         return document
 
     @model_validator(mode="after")
-    def _check(self) -> JobConfig:
+    def _check(self) -> Self:
         thresholds, window = self.packing.outlier_thresholds, self.data.context_window
         if thresholds and thresholds[-1] > window:
             raise ValueError(

@@ -13,8 +13,6 @@ the last stage are different modules, both hold it under that name.
 Shapes: T tokens · D hidden · H query heads · G key/value heads · E head_dim · F ffn_hidden · V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,7 +130,7 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
         self.feed_forward = FeedForward(shape)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: "Rotation", attend: Attend) -> Tensor:
         x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, attend)
         out_TD: Tensor = x_TD + self.feed_forward(self.feed_forward_norm(x_TD))
         return out_TD
@@ -152,13 +150,13 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.wo = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=config.o_bias)
 
-    def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: "Rotation", attend: Attend) -> Tensor:
         q_THE, k_TGE, v_TGE = self.project(x_TD, rotation)
         window = {} if self.window is None else {"window": self.window}
         out: Tensor = self.wo(attend(q_THE, k_TGE, v_TGE, **window).flatten(-2))
         return out
 
-    def project(self, x_TD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x_TD: Tensor, rotation: "Rotation") -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of this rank's heads, ready for attention."""
         # -1 rather than the head counts: a tensor-parallel rank holds only some of the heads.
         q_THE = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))

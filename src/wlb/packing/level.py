@@ -22,8 +22,6 @@ speed if as few nodes have enough of them, and slow ranks run fewer short docume
 whole ticks, so that all machines make the same plan.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right, insort
 from functools import lru_cache
 from heapq import heapify, heapreplace
@@ -75,7 +73,7 @@ def level_groups(
     needed, ticks = _sized(tokens, max_tokens, prices, ranks)
     best = _Step(tokens, needed, ticks, max_tokens, prices, ranks)
 
-    def attempt(sizes: Integers) -> _Step:
+    def attempt(sizes: Integers) -> "_Step":
         if (sizes == needed).all():
             return best
         changed = _group_ticks(tokens, sizes, ticks, sizes != needed, prices)
@@ -206,12 +204,12 @@ class _Step:
         for rank, micro_batches in enumerate(own):
             self._run_alone(rank, micro_batches)
 
-    def _give(self, place: int, own: _OwnMicroBatches) -> int:
+    def _give(self, place: int, own: "_OwnMicroBatches") -> int:
         """Move the document at ``place`` into ``own``; returns the ticks that it adds there."""
         document, adds, begins = self._short.pop(place), self._adds.pop(place), self._begins.pop(place)
         return own.put(document, self._lengths[document], adds, begins)
 
-    def _run_alone(self, rank: int, own: _OwnMicroBatches) -> None:
+    def _run_alone(self, rank: int, own: "_OwnMicroBatches") -> None:
         """Let ``rank`` run the micro-batches of ``own``, the longest last, as its backward hides the reduction."""
         for documents, ticks in sorted(own.filled, key=lambda micro_batch: micro_batch[1]):
             self.groups.append(PlannedMicroBatch(tuple(documents), ticks / TICKS, (rank,)))

@@ -4,13 +4,11 @@ A ``StepPlan`` holds, for every data-parallel rank, its micro-batches in the ord
 pipeline; a ``MicroBatch`` holds segments. Plans compare with ``==`` and survive a round trip through JSON.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, starmap
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,7 +68,7 @@ class MicroBatch:
         return {"segments": [list(segment) for segment in self.segments], "workload": self.workload} | more
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> MicroBatch:
+    def from_json(cls, data: dict[str, Any]) -> Self:
         segments = tuple(Segment(*segment) for segment in data["segments"])
         more = {name: data[name] for name in ("forward", "earlier", "continued") if name in data}
         return cls(segments, data["workload"], tuple(data.get("ranks", ())), **more)
@@ -145,7 +143,7 @@ class StepPlan:
         return plan
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> StepPlan:
+    def from_json(cls, data: dict[str, Any]) -> Self:
         return cls(
             step=data["step"],
             ranks=tuple(tuple(map(MicroBatch.from_json, rank)) for rank in data["ranks"]),

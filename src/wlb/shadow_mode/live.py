@@ -8,8 +8,6 @@ of the process group. One step later the first process reads the steps that all 
 process ever waits for the others, at the end of the loop.
 """
 
-from __future__ import annotations
-
 import inspect
 import pickle
 import platform
@@ -51,7 +49,7 @@ def _at_no_risk(measure: Callable[..., None]) -> Callable[..., None]:
     """``measure`` that prints a failure instead of raising it, and then stops measuring."""
 
     @wraps(measure)
-    def guarded(self: Shadow, *arguments: Any) -> None:
+    def guarded(self: "Shadow", *arguments: Any) -> None:
         try:
             if not self._stopped:
                 measure(self, *arguments)

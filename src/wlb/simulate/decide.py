@@ -11,8 +11,6 @@ the whole job and its documents. Choices that do not fit into memory come last. 
 documents are tried with the best choice, because they exchange less.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,7 +76,7 @@ class Choice(NamedTuple):
     job: Job
 
     @classmethod
-    def open(cls, job: Job, seconds: float, number: int, turn: int = 0) -> Choice:
+    def open(cls, job: Job, seconds: float, number: int, turn: int = 0) -> Self:
         """Everything that ``job`` leaves open, which takes at least ``seconds``."""
         return cls(turn, False, False, seconds, -1, number, 0.0, job)
 
@@ -135,7 +133,7 @@ class Packed:
         self._known: dict[tuple[Costs, Checkpointing], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 
     @classmethod
-    def of_plan(cls, plan: StepPlan) -> Packed:
+    def of_plan(cls, plan: StepPlan) -> Self:
         counts = [len(part.segments) for part in plan.micro_batches]
         lengths = [segment.length for part in plan.micro_batches for segment in part.segments]
         return cls(np.array(lengths, np.int64), np.repeat(np.arange(len(counts)), counts), len(counts))

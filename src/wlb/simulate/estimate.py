@@ -5,8 +5,6 @@ finds the fastest layout of every preset (``wlb.simulate.search``), simulates al
 (``wlb.simulate.verdict``) and returns the verdict with the configuration of the winner.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -197,7 +195,7 @@ def _verdict(
     jobs: Mapping[str, Job],
     lengths: Lengths,
     steps: int,
-    watched: _Watched,
+    watched: "_Watched",
     moved: Callable[[str, Layout], Job] | None,
     given: frozenset[str] = frozenset(),
 ) -> Verdict:

@@ -6,12 +6,10 @@ shares a document with, and for all ranks at the end of the step. Micro-batches 
 Weights stay gathered throughout the step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,7 +51,7 @@ class LevelSteps(StepSeconds):
     in_turn: ClassVar = (*(cause for cause in CAUSES if cause not in _AFTER_RANKS), *_AFTER_RANKS)
 
     @classmethod
-    def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> LevelSteps:
+    def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Self:
         pool, micro_batches = costs.layout.pool_size, [one for plan in plans for one in plan.micro_batches]
         runs = [
             (step, place, np.array(one.ranks or range(pool)))

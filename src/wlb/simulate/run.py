@@ -3,12 +3,10 @@
 Plans come from the planner of the trainer (``wlb.job.planner``), epoch after epoch.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,11 +66,11 @@ class SimulationResult(Rate):
         layout = self.job.layout
         return f"Pools of {layout.pool_size} ranks share long documents" if layout.pool_size != layout.cp else ""
 
-    def speedup(self, base: SimulationResult) -> float:
+    def speedup(self, base: Self) -> float:
         """Tokens per second, over those of ``base``."""
         return self.tokens_per_second / base.tokens_per_second
 
-    def speed_at_equal_work(self, base: SimulationResult) -> float:
+    def speed_at_equal_work(self, base: Self) -> float:
         """Speed of the same work, over that of ``base``."""
         return self.work_rate / base.work_rate
 

@@ -7,13 +7,11 @@ its gradients and updated its weights. Every cause of waiting can be left out, t
 (``StepSeconds.where``).
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -108,7 +106,7 @@ class Steps(StepSeconds):
     operations: tuple[tuple[RankOperations, ...], ...] = ()
 
     @classmethod
-    def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Steps:
+    def of_plans(cls, plans: Sequence[StepPlan], costs: JobCosts) -> Self:
         """Steps of ``plans`` that are already dealt to data-parallel ranks, in which groups run in lock step."""
         micro_batches = [micro_batch for plan in plans for micro_batch in plan.micro_batches]
         shape = len(plans), costs.layout.pools, costs.job.rank_micro_batches
@@ -117,7 +115,7 @@ class Steps(StepSeconds):
         return replace(cls.of_shards(shards, costs), operations=operations)
 
     @classmethod
-    def of_shards(cls, shards: Shards, costs: JobCosts) -> Steps:
+    def of_shards(cls, shards: Shards, costs: JobCosts) -> Self:
         """Steps of micro-batches that are already sharded, in the shape (steps, dp, micro-batches)."""
         return cls(costs, shards, *computing_seconds(shards, costs.rank))
 

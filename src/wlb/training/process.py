@@ -7,8 +7,6 @@ long kernel in the main thread delays them.
 Training goes on without a console: lines are lost if a pipe or terminal was closed, or the disk of a log is full.
 """
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os
@@ -104,7 +102,7 @@ def leave(error: BaseException) -> NoReturn:
         os._exit(status or 1)
 
 
-def ending_of(rank: int, failure: ProcessFailure) -> Ending:
+def ending_of(rank: int, failure: "ProcessFailure") -> Ending:
     """The ending of a job whose first ``failure`` was on ``rank``."""
     status: int = failure.exitcode
     message: Any = failure.message  # a string from torch, or the record of the rank

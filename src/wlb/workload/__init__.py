@@ -3,8 +3,6 @@
 ``make_workload`` prices a model on a GPU, by counting or from measurements (``wlb.workload.profile``).
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING
 
 from wlb.workload.base import Phase, Seconds
@@ -37,7 +35,7 @@ def make_workload(
     hardware: str | Hardware = "h100",
     tp: int = 1,
     cp: int = 1,
-    profile: WorkloadProfile | None = None,
+    profile: "WorkloadProfile | None" = None,
 ) -> Costs:
     """Price ``model`` (a preset or any shape) on ``hardware`` (a preset or any rates), on tp x cp GPUs.
 

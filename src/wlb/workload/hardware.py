@@ -5,10 +5,9 @@ beside it. Derived: computed from such numbers. Assumed: none of these; measure 
 it matters.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
+from typing import Self
 
 from wlb.errors import UserError, choose_from
 
@@ -29,7 +28,7 @@ class AttentionKernel:
     backward_half_length: float
     drain_tiles: float = 0.0
 
-    def times(self, speed: float) -> AttentionKernel:
+    def times(self, speed: float) -> Self:
         """The same kernel at ``speed`` times its rates."""
         return replace(self, forward_flops=self.forward_flops * speed, backward_flops=self.backward_flops * speed)
 
@@ -61,7 +60,7 @@ class Hardware:
     )
     attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # by name, in the preset's type
 
-    def computing_in(self, dtype: str) -> Hardware:
+    def computing_in(self, dtype: str) -> Self:
         """The same device computing in ``dtype``: values have another size, and wider ones take more time.
 
         Assumed: attention in a wider type slows down like matrix products, and a type without a rate is as fast as the
@@ -70,7 +69,7 @@ class Hardware:
         slower = self.computing_at(dict(self.wide_rates).get(dtype, 1.0))
         return replace(slower, bytes_per_value=_TYPE_BYTES[dtype])
 
-    def computing_at(self, speed: float) -> Hardware:
+    def computing_at(self, speed: float) -> Self:
         """The same device with ``speed`` times its arithmetic rates; memory and links do not change."""
         return replace(self, peak_flops=self.peak_flops * speed, attention=self.attention.times(speed))
 

@@ -7,8 +7,6 @@ Nothing moves between ranks: the encoder runs where the tokens of the document a
 the inputs of encoders instead.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +74,7 @@ class DocumentPhases:
         held: NDArray[np.int64] = length + np.where(start > 0, 0, memory[document % len(memory)])
         return held
 
-    def taken(self, table: Table) -> DocumentPhases:
+    def taken(self, table: Table) -> "DocumentPhases":
         """The phases of segments, as if each were a document."""
         memory = self.held_tokens(table) - _rows(table)[:, 2]
         return DocumentPhases({"all": self.of(table)}, memory)

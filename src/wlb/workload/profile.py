@@ -6,15 +6,13 @@ part with the tokens; below the shortest both are proportional to tokens. Querie
 bilinearly, which is exact for a q k + b q + c k + d of q queries and k keys, and proportionally beyond measurements.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -62,7 +60,7 @@ class Measurements(Section):
     backward_seconds: tuple[PositiveSeconds, ...]
 
     @model_validator(mode="after")
-    def _check(self) -> Measurements:
+    def _check(self) -> Self:
         for name in ("forward_seconds", "backward_seconds"):
             count = len(getattr(self, name))
             if count != len(self.tokens):
@@ -82,7 +80,7 @@ class PrefixMeasurements(Section):
     backward_seconds: tuple[tuple[PositiveSeconds, ...], ...]
 
     @model_validator(mode="after")
-    def _check(self) -> PrefixMeasurements:
+    def _check(self) -> Self:
         for name in ("forward_seconds", "backward_seconds"):
             if [len(row) for row in getattr(self, name)] != [len(self.keys)] * len(self.queries):
                 raise ValueError(

@@ -4,8 +4,6 @@ A Trainer resumes by skipping batches, which is right only if no setting has cha
 the state of the steps, and the loader of a resumed run begins after it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Iterator, Mapping
@@ -120,7 +118,7 @@ class _BalancedTrainer:
         steps = args.gradient_accumulation_steps, args.max_steps, args.num_train_epochs
         return id(self.train_dataset), *steps, args.seed, args.data_seed
 
-    def _wlb_loader_after(self: Any, resume_from_checkpoint: str | bool | None) -> TrainLoader:
+    def _wlb_loader_after(self: Any, resume_from_checkpoint: str | bool | None) -> "TrainLoader":
         begin = trained_state(self.args, resume_from_checkpoint) or self._wlb_begin
         return TrainLoader(self._wlb_steps, self.args.max_steps, begin)
 
