@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.parts.measurement import command, facts, freeze_imports, make_parser, show, write
 from wlb.documents.permutation import Permutation
-from wlb.documents.store.index import IndexWriter
+from wlb.documents.store.index import write_index
 from wlb.documents.store.reader import TokenStore
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
@@ -91,19 +91,13 @@ def _write_shards(folder: Path, shards: int) -> None:
 
 def _write(prefix: Path, documents: int) -> None:
     """An index of ``documents`` documents, and a token file of nothing but its size."""
-    lengths, left, tokens = sample_lengths(min(documents, PERIOD), WINDOW, seed=0), documents, 0
-    with Path(f"{prefix}.idx").open("w+b", buffering=1 << 20) as file:
-        writer = IndexWriter(file, TOKENS)
-        while left:
-            part = lengths[:left]
-            writer.add(part)
-            left, tokens = left - len(part), tokens + int(part.sum())
-        writer.finish()
-        file.flush()
-        os.fsync(file.fileno())
+    lengths = np.resize(sample_lengths(min(documents, PERIOD), WINDOW, seed=0).astype(np.int32), documents)
+    index = Path(f"{prefix}.idx")
+    write_index(index, TOKENS, lengths)
+    with index.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with Path(f"{prefix}.bin").open("wb") as file:
-        file.truncate(tokens * TOKENS.itemsize)
+        file.truncate(int(lengths.sum(dtype=np.int64)) * TOKENS.itemsize)
 
 
 def _measured(folder: Path, documents: int) -> dict[str, Any]:

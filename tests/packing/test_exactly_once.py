@@ -22,6 +22,7 @@ from tests.packing.streams import (
 )
 from wlb.documents.segments import Segment, split_overlong
 from wlb.errors import UserError
+from wlb.packing.packer import rows_of, segments_of
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.packing.registry import make_packer
 
@@ -48,7 +49,8 @@ def test_every_document_is_trained_once_within_the_limits(stream):
 @given(packings(context_window=24), st.lists(st.integers(1, 100), max_size=12))
 def test_pieces_of_overlong_documents_are_trained_once(packing, lengths):
     method, options = packing
-    pieces, _ = split_overlong(whole_documents(lengths), options["context_window"])
+    table, _ = split_overlong(rows_of(whole_documents(lengths)), options["context_window"])
+    pieces = segments_of(table)
     check_plans(plan_all(make_packer(method, **options), pieces), method, options, pieces)
 
 
@@ -150,7 +152,7 @@ def test_documents_longer_than_the_context_window_are_refused(method):
     with pytest.raises(UserError, match=r"document 1 has 9 tokens, over the context window of 8; .*split, truncate"):
         packer.plan([9])
     assert packer.state_dict() == before
-    pieces, _ = split_overlong([Segment(1, 0, 9)], packer.context_window)
+    pieces, _ = split_overlong(rows_of([Segment(1, 0, 9)]), packer.context_window)
     plans = packer.plan(pieces) + packer.drain()
     assert max(segment.length for plan in plans for segment in plan.segments) <= 8
 

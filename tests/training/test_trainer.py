@@ -13,7 +13,7 @@ import torch
 
 from tests.training.distributed import RankFailure, run_ranks
 from tests.training.jobs import WINDOW, job, read_steps, train, trainer_of, write_store
-from wlb.documents.segments import Segment, split_overlong
+from wlb.documents.segments import split_overlong
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import JobConfig
 from wlb.runtime.batch import Batch
@@ -58,7 +58,7 @@ def test_without_a_number_of_steps_one_epoch_is_trained(tmp_path, store):
         for start in range(0, length, WINDOW)
     ]
     assert (summary["tokens"], summary["documents"], summary["steps"]) == (opened.tokens, len(opened), len(rows))
-    _, report = split_overlong([Segment(i, 0, n) for i, n in enumerate(opened.lengths.tolist())], WINDOW)
+    _, report = split_overlong(np.array([(i, 0, n) for i, n in enumerate(opened.lengths)]), WINDOW)
     assert report.documents > 0
     assert (summary["overlong"], summary["pending_documents"]) == (asdict(report), 0)
 

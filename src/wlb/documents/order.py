@@ -11,18 +11,16 @@ Document ids count through all stores: document i of a store, with ``first`` doc
 id ``epoch * documents of all stores + first + i``, with the epoch of its store. No id is used twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from wlb.documents.permutation import Permutation
-from wlb.documents.segments import OverlongReport, Segment, split_overlong
+from wlb.documents.segments import OverlongReport, split_overlong
 from wlb.documents.store.files import StoreSetting, StoreSource, refuse_twice, source_name, source_parts
 from wlb.documents.store.reader import DocumentLengths, Lengths
 from wlb.errors import UserError
@@ -62,7 +60,7 @@ class DataConfig(Section):
         return tuple(part.weight for part in self.mixture)
 
     @model_validator(mode="after")
-    def _check(self) -> DataConfig:
+    def _check(self) -> Self:
         if self.store is None and not self.mixture:
             raise ValueError("data.store is missing and has no default; set it, or [[data.mixture]]")
         if self.store is not None and self.mixture:
@@ -138,10 +136,8 @@ class DocumentStream:
         """``documents`` without empty ones, and with ``data.overlong`` applied."""
         whole = np.stack([documents, np.zeros_like(documents), lengths], axis=1)[lengths > 0]
         if len(whole) and whole[:, 2].max() > self._config.context_window:
-            given = map(Segment._make, whole.tolist())
-            kept, report = split_overlong(given, self._config.context_window, self._config.overlong)
+            whole, report = split_overlong(whole, self._config.context_window, self._config.overlong)
             self._overlong += report
-            return np.array(kept, np.int64).reshape(-1, 3)
         return whole
 
     def next_epoch(self) -> None:

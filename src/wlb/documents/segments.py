@@ -7,11 +7,11 @@ Attention spans at most one context window, so a longer document is split into p
 or refused. All of this is counted: the reports of successive batches add up to the report of the stream.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from wlb.errors import UserError, choose_from
 
@@ -38,50 +38,44 @@ class OverlongReport:
     pieces: int = 0
     tokens_dropped: int = 0
 
-    def __add__(self, other: OverlongReport) -> OverlongReport:
+    def __add__(self, other: "OverlongReport") -> "OverlongReport":
         sums = self.documents + other.documents, self.pieces + other.pieces
         return OverlongReport(*sums, self.tokens_dropped + other.tokens_dropped)
 
 
 def split_overlong(
-    segments: Iterable[Segment], limit: int, policy: str = "split"
-) -> tuple[list[Segment], OverlongReport]:
-    """Apply ``policy`` to every segment of more than ``limit`` tokens; the others pass unchanged, in order.
+    segments: NDArray[np.int64], limit: int, policy: str = "split"
+) -> tuple[NDArray[np.int64], OverlongReport]:
+    """Apply ``policy`` to all ``segments`` of more than ``limit`` tokens; the others pass unchanged, in order.
 
-    ``split`` cuts pieces of ``limit`` tokens, the last one shorter; ``truncate`` keeps the first ``limit``
-    tokens; ``drop`` removes the segment; ``error`` raises ``UserError`` for the first one. Splitting into more than
-    20 million pieces raises ``UserError`` too.
+    An array of segments has shape (segments, 3): document, start, length. ``split`` cuts pieces of ``limit`` tokens,
+    the last one shorter; ``truncate`` keeps the first ``limit`` tokens; ``drop`` removes the segment; ``error`` raises
+    ``UserError`` for the first one. Splitting into more than 20 million pieces raises ``UserError`` too.
     """
     if policy not in POLICIES:
         raise UserError(f"overlong policy {policy!r} is unknown; {choose_from(policy, POLICIES)}")
     if limit < 1:
         raise UserError(f"the limit on document length is {limit} tokens; it must be at least 1")
-    kept = list(segments)
-    overlong = [segment for segment in kept if segment.length > limit]
-    if not overlong:
-        return kept, OverlongReport()
+    lengths = segments[:, 2]
+    overlong = lengths > limit
+    if not overlong.any():
+        return segments, OverlongReport()
     if policy == "error":
-        document, _, length = overlong[0]
+        document, _, length = segments[overlong][0]
         raise UserError(
             f"document {document} has {length} tokens, over the context window of {limit}; raise the context window "
             f"or choose another policy for overlong documents: {', '.join(POLICIES[:-1])}"
         )
-    pieces = sum(-(-segment.length // limit) for segment in overlong) if policy == "split" else 0
-    if pieces > _MOST_PIECES:
-        longest = max(overlong, key=lambda segment: segment.length)
+    parts = -(-lengths // limit) if policy == "split" else np.full_like(lengths, policy == "truncate")
+    parts[~overlong] = 1
+    if (pieces := int(parts[overlong].sum())) > _MOST_PIECES:
+        document, _, length = segments[lengths.argmax()]
         raise UserError(
             f"documents over the context window of {limit} tokens make {pieces} pieces, over {_MOST_PIECES}; "
-            f"the longest, document {longest.document}, has {longest.length} tokens; raise the context window"
+            f"the longest, document {document}, has {length} tokens; raise the context window"
         )
-    result: list[Segment] = []
-    for segment in kept:
-        document, start, length = segment
-        if length <= limit:
-            result.append(segment)
-        elif policy == "truncate":
-            result.append(Segment(document, start, limit))
-        elif policy == "split":
-            result += [Segment(document, start + at, min(limit, length - at)) for at in range(0, length, limit)]
-    pieces = len(result) - (len(kept) - len(overlong))
-    dropped = sum(s.length for s in kept) - sum(s.length for s in result)
-    return result, OverlongReport(len(overlong), pieces, dropped)
+    result = np.repeat(segments, parts, axis=0)
+    taken = limit * (np.arange(len(result)) - np.repeat(np.cumsum(parts) - parts, parts))  # by the pieces before
+    result[:, 1] += taken
+    result[:, 2] = np.minimum(result[:, 2] - taken, limit)
+    return result, OverlongReport(int(overlong.sum()), pieces, int(lengths.sum() - result[:, 2].sum()))

@@ -25,7 +25,7 @@ from wlb.job.job import Job
 from wlb.job.pipeline import with_operations
 from wlb.packing.arrange import arrange
 from wlb.packing.balance import balance
-from wlb.packing.packer import held_segments
+from wlb.packing.packer import held_segments, rows_of
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.workload.phases import PhasedPrices, segment_seconds
 
@@ -151,7 +151,7 @@ class StepPlanner(Iterator[PlannedStep]):
         self._emitted.clear()
         self._drained = False
         if packed_otherwise:
-            waiting, _ = split_overlong(waiting_in(state), self._packer.context_window)
+            waiting, _ = split_overlong(rows_of(waiting_in(state)), self._packer.context_window)
             first, *_ = state["emitted"] or [state["packer"]]
             self._packer.begin_with(waiting, step=first["step"])
         else:

@@ -158,7 +158,7 @@ class Packer(ABC):
         if plans:
             self.begin_with([segment for plan in plans for segment in plan.segments], step=plans[0].step)
 
-    def begin_with(self, segments: Sequence[Segment], *, step: int) -> None:
+    def begin_with(self, segments: Sequence[Segment] | Table, *, step: int) -> None:
         """Let ``segments`` arrive ahead of all others, and number the next step ``step``.
 
         A packer that has planned nothing can continue the work of another method this way (``held_segments``). Raises
@@ -265,7 +265,7 @@ def segments_of(table: Table) -> list[Segment]:
     return [*map(_new_tuple, repeat(Segment), zip(*table.T.tolist(), strict=True))]
 
 
-def rows_of(segments: Sequence[Sequence[int]]) -> Table:
+def rows_of(segments: Sequence[Sequence[int]] | Table) -> Table:
     """``segments`` as a table."""
     return np.array(segments, np.int64).reshape(-1, 3)
 

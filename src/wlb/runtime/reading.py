@@ -97,7 +97,7 @@ def read_batch(micro_batch: MicroBatch, store: TokenStore, vocab_size: int | Non
     return batch
 
 
-def labels_of_segments(segments: Sequence[Segment], store: TokenSource) -> NDArray[np.int64]:
+def labels_of_segments(segments: Sequence[Segment] | NDArray[np.int64], store: TokenSource) -> NDArray[np.int64]:
     """Labelled tokens of each of ``segments``: all but the last of a document, and what a loss mask leaves out."""
     documents, starts, lengths = np.array(segments, dtype=np.int64).reshape(-1, 3).T
     indices = documents % len(store)

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 
 from wlb.documents.segments import POLICIES, OverlongReport, Segment, split_overlong
 from wlb.errors import UserError, choose_from
+from wlb.packing.packer import rows_of, segments_of
 from wlb.simulate.filling import check_filling, trained_lengths
 
 
@@ -32,7 +33,8 @@ def documents_for(
     whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist())]
     if overlong == "cut":
         return cut_at_windows(whole, context_window), OverlongReport()
-    return split_overlong(whole, context_window, overlong)
+    pieces, report = split_overlong(rows_of(whole), context_window, overlong)
+    return segments_of(pieces), report
 
 
 def cut_at_windows(documents: Iterable[Segment], window: int) -> list[Segment]:

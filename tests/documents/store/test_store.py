@@ -242,11 +242,11 @@ def test_batches_and_single_documents_agree(tmp_path):
     assert (tmp_path / "a.bin").read_bytes() == (tmp_path / "b.bin").read_bytes()
 
 
-def test_index_written_in_chunks_equals_one_written_whole(tmp_path, monkeypatch):
+def test_the_index_is_laid_out_as_its_module_says(tmp_path):
     lengths = np.random.default_rng(0).integers(0, 5, 1000)
-    monkeypatch.setattr("wlb.documents.store.index._CHUNK", 7)
     with TokenStoreWriter(tmp_path / "s", vocab_size=VOCAB) as writer:
-        writer.add_documents(np.ones(lengths.sum(), np.int64), lengths)
+        for part in np.split(lengths, [0, 7, 500]):
+            writer.add_documents(np.ones(part.sum(), np.int64), part)
     index = (tmp_path / "s.idx").read_bytes()
     ends = np.cumsum(lengths)
     expected = lengths.astype("<i4").tobytes() + ((ends - lengths) * 2).astype("<i8").tobytes()

@@ -1,8 +1,8 @@
 """Make a token store: read documents, tokenise them, write them, and account for every one.
 
 ``prepare_store`` streams: a corpus yields batches of raw documents, worker processes tokenise them, and this process
-writes the results in order. So the store is the same for any number of workers, and memory does not grow with the
-corpus. Rejected documents are counted by reason: in = out + rejects, in the report and in the sidecar.
+writes the results in order. So the store is the same for any number of workers, and a document takes at most 12 bytes
+of memory. Rejected documents are counted by reason: in = out + rejects, in the report and in the sidecar.
 
 On many machines each process makes the store of one shard of the corpus; ``prepare_shards`` does so on Ray. A glob of
 these stores trains as one, with the documents in the same order.

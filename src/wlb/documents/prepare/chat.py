@@ -9,8 +9,6 @@ A conversation is rejected if the template changes earlier turns once later ones
 reasoning: then no single text has all turns as they were generated.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 from wlb.documents.prepare.raw_files import Reject, as_text
 from wlb.documents.prepare.tokenization import Encoded, Tokenizer, named_tokens, tokenizer_config
@@ -43,7 +41,7 @@ class ChatFormat:
     marks: tuple[str, ...] = _CHATML_MARKS
 
     @classmethod
-    def of_tokenizer(cls, source: str | None, marks: Sequence[str]) -> ChatFormat:
+    def of_tokenizer(cls, source: str | None, marks: Sequence[str]) -> Self:
         """The format of the tokenizer in a directory or ``tokenizer.json``; ChatML if it has no template.
 
         ``marks`` are the tokenizer's special tokens.

@@ -5,8 +5,6 @@ order (arguments as given, directories sorted by name), as a stream that holds o
 is a range of its bytes, with the documents that begin there.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import math
@@ -18,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 from wlb.documents.prepare import raw_files
 from wlb.documents.prepare.chat import as_messages
@@ -28,7 +26,7 @@ from wlb.terminal import beginning_of
 
 TextDocuments = Literal["files", "lines"]
 # Documents: each a ``str``, a list of messages in a corpus of conversations, or a ``Reject``.
-Batch: TypeAlias = "list[Any]"
+Batch: TypeAlias = list[Any]
 
 # Large enough that tokenising a batch takes far longer than sending it to another process; a few are in memory at once.
 _BATCH_CHARACTERS = 1 << 20
@@ -64,7 +62,7 @@ class CorpusShard(NamedTuple):
         return Path(f"{prefix}-{self.number}-of-{self.of}")
 
     @classmethod
-    def parse(cls, text: str) -> CorpusShard:
+    def parse(cls, text: str) -> Self:
         """Parse ``I/N``. Raises ``UserError`` for anything else."""
         match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
         if match is None or not 1 <= int(match[1]) <= int(match[2]):

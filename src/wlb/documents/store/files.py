@@ -7,8 +7,6 @@ must not change while it is in use, so that tokens of two versions are never mix
 and time of files on a disk, and every request to a URL compares size and version (ETag, checksum or date).
 """
 
-from __future__ import annotations
-
 import glob
 import mmap
 import os
@@ -29,7 +27,7 @@ from wlb.settings import check_path
 T = TypeVar("T")
 
 # Bytes and time of change (nanoseconds) of .idx, .bin and .mask; None for a file that is missing or at a URL.
-Stamps: TypeAlias = "tuple[tuple[int, int] | None, ...]"
+Stamps: TypeAlias = tuple[tuple[int, int] | None, ...]
 
 _BYTE = np.dtype(np.uint8)
 _STAMPED = (".idx", ".bin", ".mask")
@@ -46,7 +44,7 @@ _VERSIONS = (
 
 
 # A prefix or PREFIX.idx, also at a URL, a directory of stores, a glob of them, or a list of these.
-StoreSource: TypeAlias = "str | Path | Sequence[str | Path]"
+StoreSource: TypeAlias = str | Path | Sequence[str | Path]
 
 
 def _check_kind(source: object) -> object:
@@ -186,24 +184,19 @@ def read_bytes(path: str) -> Any:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def open_array(path: str, dtype: np.dtype[Any], size: int) -> NDArray[Any] | RemoteArray | None:
+def open_array(path: str, dtype: np.dtype[Any], size: int) -> "NDArray[Any] | RemoteArray | None":
     """A file of ``size`` numbers; None if it does not exist. Raises ``UserError`` if it has more or fewer."""
     expected = size * dtype.itemsize
     try:
-        remote = RemoteArray(path, dtype) if is_url(path) else None
-        found = remote.size if remote else os.path.getsize(path)
-        if found != expected:
-            raise UserError(
-                f"{path} has {found} bytes, but its index asks for {expected}: it is truncated or belongs to another "
-                "store; make the store again"
-            )
-        if remote:
-            return remote
-        return np.memmap(path, dtype, mode="r") if size else np.empty(0, dtype)
+        content = RemoteArray(path, dtype) if is_url(path) else read_bytes(path)
     except FileNotFoundError:
         return None
-    except PermissionError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    if (found := content.size if isinstance(content, RemoteArray) else len(content)) != expected:
+        raise UserError(
+            f"{path} has {found} bytes, but its index asks for {expected}: it is truncated or belongs to another "
+            "store; make the store again"
+        )
+    return content if isinstance(content, RemoteArray) else np.frombuffer(content, dtype)
 
 
 class RemoteArray:

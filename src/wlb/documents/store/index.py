@@ -14,21 +14,21 @@ The format is Megatron-Core's (``megatron.core.datasets.indexed_dataset``), litt
 A document is one or more whole sequences. Sequences follow each other without gaps, so a document is one run of tokens.
 
 The file is mapped into memory and read only where a document is needed. Every read checks the document: its byte
-offsets must agree with the lengths of its sequences. Opening a store checks a sample this way, ``check`` checks all.
+offsets must agree with the lengths of its sequences. Opening a store checks a sample this way, ``lengths`` checks all.
 """
 
 import mmap
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.store.files import is_url, read_bytes
 from wlb.errors import UserError
+from wlb.files import flush
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -38,8 +38,7 @@ TOKEN_TYPES = {
 }
 MAX_VOCABULARY = 2**31
 _HEADER = struct.Struct("<9sQBQQ")
-_COUNTS = struct.Struct("<QQ")
-_CHUNK = 1 << 18  # entries converted or checked at a time, in a few MiB of memory
+_CHUNK = 1 << 18  # documents checked at a time, in a few MiB of memory
 _BLOCK, _SAMPLED_BLOCKS = 1 << 11, 8  # documents that opening a store checks
 _IDENTIFIED_WHOLE, _IDENTIFIED = 1 << 16, 1 << 8  # entries in an identity: all, up to 65,536, else about 256
 
@@ -97,13 +96,10 @@ class TokenIndex:
         return starts // size, tokens
 
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of all documents, shape (documents,)."""
-        return np.concatenate([np.empty(0, np.int64), *self._chunks()])
-
-    def check(self) -> None:
-        """Read and check the whole index."""
-        for _ in self._chunks():
-            pass
+        """Tokens of all documents, shape (documents,); reads and checks the whole index."""
+        self._check_ends()
+        chunks = (np.arange(first, min(first + _CHUNK, self.documents)) for first in range(0, self.documents, _CHUNK))
+        return np.concatenate([np.empty(0, np.int64), *(self.runs(chunk)[1] for chunk in chunks)])
 
     def check_sample(self) -> None:
         """Read and check both ends and a few evenly spaced blocks of documents."""
@@ -111,11 +107,6 @@ class TokenIndex:
         last = max(0, self.documents - 1) // _BLOCK
         for block in sorted({last * number // (_SAMPLED_BLOCKS - 1) for number in range(_SAMPLED_BLOCKS)}):
             self.runs(np.arange(_BLOCK * block, min(_BLOCK * (block + 1), self.documents)))
-
-    def _chunks(self) -> Iterator[NDArray[np.int64]]:
-        self._check_ends()
-        for first in range(0, self.documents, _CHUNK):
-            yield self.runs(np.arange(first, min(first + _CHUNK, self.documents)))[1]
 
     def _check_ends(self) -> None:
         """Raise ``UserError`` unless documents begin with the first sequence and byte, and end with the last."""
@@ -177,39 +168,16 @@ def read_index(path: str | Path) -> TokenIndex:
     return TokenIndex(str(path), TOKEN_TYPES[code], lengths, pointers, firsts)
 
 
-class IndexWriter:
-    """Writes an index whose documents are one sequence each, in constant memory.
-
-    Lengths go to the file as they come. ``finish`` reads them back in chunks, appends byte offsets and document starts,
-    and puts the counts into the header last. Until then ``read_index`` refuses the file.
-    """
-
-    def __init__(self, file: BinaryIO, dtype: np.dtype[Any]) -> None:
-        self.documents = 0
-        self._file = file
-        self._itemsize = dtype.itemsize
-        code = next(code for code, known in TOKEN_TYPES.items() if known == dtype)
-        file.write(_HEADER.pack(MAGIC, VERSION, code, 0, 0))
-
-    def add(self, lengths: NDArray[np.int64]) -> None:
-        """Append documents of ``lengths`` tokens."""
-        self._file.write(lengths.astype("<i4").tobytes())
-        self.documents += len(lengths)
-
-    def finish(self) -> None:
-        """Complete the file; it stays open."""
-        file, end = self._file, 0
-        for first in range(0, self.documents, _CHUNK):
-            count = min(_CHUNK, self.documents - first)
-            file.seek(_HEADER.size + 4 * first)
-            lengths = np.frombuffer(file.read(4 * count), "<i4")
-            ends = end + np.cumsum(lengths, dtype=np.int64)
-            file.seek(_HEADER.size + 4 * self.documents + 8 * first)
-            file.write(((ends - lengths) * self._itemsize).astype("<i8").tobytes())
-            end = int(ends[-1])
-        file.seek(_HEADER.size + 12 * self.documents)
-        for first in range(0, self.documents + 1, _CHUNK):
-            starts = np.arange(first, min(first + _CHUNK, self.documents + 1), dtype="<i8")
-            file.write(starts.tobytes())
-        file.seek(_HEADER.size - _COUNTS.size)
-        file.write(_COUNTS.pack(self.documents, self.documents + 1))
+def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32]) -> None:
+    """Write the index of documents that are one sequence of ``lengths`` tokens each, and wait until it is on disk."""
+    code = next(code for code, known in TOKEN_TYPES.items() if known == dtype)
+    with path.open("wb") as file:
+        file.write(_HEADER.pack(MAGIC, VERSION, code, len(lengths), len(lengths) + 1))
+        lengths.astype("<i4", copy=False).tofile(file)
+        pointers = np.cumsum(lengths, dtype="<i8")
+        pointers -= lengths
+        pointers *= dtype.itemsize
+        pointers.tofile(file)
+        del pointers  # only one such array at a time
+        np.arange(len(lengths) + 1, dtype="<i8").tofile(file)
+        flush(file)

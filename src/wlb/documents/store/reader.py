@@ -9,15 +9,13 @@ a sample of every index. Afterwards a shard is mapped when one of its documents 
 a time. ``TokenStoreWriter`` makes stores.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +47,7 @@ class Shard:
     mask: NDArray[np.uint8] | RemoteArray | None = None
 
     @classmethod
-    def open(cls, prefix: str) -> Shard:
+    def open(cls, prefix: str) -> Self:
         index = read_index(f"{prefix}.idx")
         sidecar = _read_sidecar(prefix, index)
         tokens = files.open_array(f"{prefix}.bin", index.dtype, index.tokens)
@@ -115,7 +113,7 @@ class TokenStore:
         self._ends = np.cumsum([0, *(shard.documents for shard in self._shards)], dtype=np.int64)
 
     @classmethod
-    def open(cls, *sources: StoreSource) -> TokenStore:
+    def open(cls, *sources: StoreSource) -> Self:
         """Open all ``sources`` as one store; each is a prefix, a directory, a glob or a list of shards.
 
         A prefix may be a URL, such as ``s3://bucket/corpus``. Raises ``UserError`` if a file is missing, truncated,
@@ -183,7 +181,7 @@ class TokenStore:
         return hashlib.sha256("\n".join(identities).encode()).hexdigest()
 
     @property
-    def stored_lengths(self) -> DocumentLengths:
+    def stored_lengths(self) -> "DocumentLengths":
         """The lengths of the one store, or a list with those of every store, for ``DocumentStream``."""
         of_stores = [
             StoredLengths(self, first, stop - first, sum(shard.tokens for shard in shards))
@@ -270,7 +268,7 @@ class TokenStore:
         Raises ``UserError`` if anything is damaged.
         """
         for shard in (self._opened(known.prefix) for known in self._shards):
-            shard.index.check()
+            shard.index.lengths()
             for ending, what, content in ((".bin", "content", shard.tokens), (".mask", "mask", shard.mask)):
                 expected = shard.sidecar.get(f"{what}_sha256")
                 if content is not None and expected and (found := _sha256(content, shard.index.tokens)) != expected:

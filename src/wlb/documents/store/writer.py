@@ -4,21 +4,20 @@ While documents arrive, files end in ``.part``. At the end each is flushed to th
 because nothing without ``PREFIX.idx`` reads as a store. An old store that is replaced loses its index first.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.documents.store.index import IndexWriter, read_index
+from wlb.documents.store.index import read_index, write_index
 from wlb.errors import UserError
 from wlb.files import flush, move, open_locked, sync, write_synced
 from wlb.token_count import MOST_TOKENS
@@ -79,7 +78,8 @@ class TokenStoreWriter:
         self.prefix = Path(prefix)
         self.vocab_size = vocab_size
         self.details = dict(details or {})
-        self.documents = self.tokens = self.labelled_tokens = 0
+        self.tokens = self.labelled_tokens = 0
+        self._lengths = array("i")  # of all documents
         self._dtype = token_type(vocab_size)
         self._tokenizer_json = tokenizer_json
         self._masked = masked
@@ -87,16 +87,18 @@ class TokenStoreWriter:
         check_target(self.prefix, overwrite)
         self._targets = store_files(self.prefix)
 
-    def __enter__(self) -> TokenStoreWriter:
+    @property
+    def documents(self) -> int:
+        return len(self._lengths)
+
+    def __enter__(self) -> Self:
         data, mask, sidecar, tokenizer, index = self._targets
         with _disk_errors(self.prefix), ExitStack() as opened:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             self._bin = opened.enter_context(_open_part(data))
-            self._idx = opened.enter_context(_open_part(index))
             self._mask = opened.enter_context(_open_part(mask)) if self._masked else None
-            for stale in (sidecar, tokenizer, *([] if self._masked else [mask])):
+            for stale in (sidecar, tokenizer, index, *([] if self._masked else [mask])):
                 _part(stale).unlink(missing_ok=True)  # of a killed run: we hold the locks, so nobody writes them
-            self._index = IndexWriter(self._idx, self._dtype)
             self._files = opened.pop_all()
         return self
 
@@ -130,14 +132,13 @@ class TokenStoreWriter:
         stored = np.ascontiguousarray(tokens, self._dtype).data
         with _disk_errors(self.prefix):
             self._bin.write(stored)
-            self._index.add(lengths)
             if self._mask is not None:
                 labels = np.ones(tokens.size, np.uint8) if mask is None else mask.astype(np.uint8)
                 self._mask.write(labels.data)
                 self._mask_content.update(labels.data)
                 self.labelled_tokens += int(np.count_nonzero(labels))
         self._content.update(stored)
-        self.documents += lengths.size
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
         self.tokens += tokens.size
 
     def _check(self, tokens: NDArray[Any], lengths: NDArray[np.int64], mask: NDArray[np.bool_] | None) -> None:
@@ -159,10 +160,10 @@ class TokenStoreWriter:
     def _commit(self) -> None:
         *others, index = self._targets
         _, _, sidecar, tokenizer = others
-        self._index.finish()
-        for file in filter(None, (self._bin, self._idx, self._mask)):
+        for file in filter(None, (self._bin, self._mask)):
             flush(file)
-        read_index(_part(index)).check()
+        write_index(_part(index), self._dtype, np.frombuffer(self._lengths, np.int32))
+        read_index(_part(index)).lengths()
         says = {
             "format": SIDECAR_FORMAT,
             "vocab_size": self.vocab_size,

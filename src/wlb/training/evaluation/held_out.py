@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.documents.order import check_trainable
-from wlb.documents.segments import Segment, split_overlong
+from wlb.documents.segments import split_overlong
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, EvaluationConfig
@@ -78,8 +78,8 @@ def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: To
         raise UserError(f"evaluation.store {store.prefix} has no labels, so it has no loss; prepare it again")
 
 
-def _segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig) -> list[Segment]:
+def _segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig) -> NDArray[np.int64]:
     lengths = store.lengths_of(np.arange(min(len(store), evaluation.documents or len(store))))
     check_trainable(lengths, data.changed(store=evaluation.store, mixture=()))
-    whole = [Segment(document, 0, length) for document, length in enumerate(lengths.tolist()) if length]
+    whole = np.stack([np.arange(len(lengths)), np.zeros_like(lengths), lengths], axis=1)[lengths > 0]
     return split_overlong(whole, data.context_window, data.overlong)[0]
