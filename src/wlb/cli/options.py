@@ -9,9 +9,8 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from wlb.documents.prepare.sources import FileCorpus, TextDocuments
+    from wlb.documents.prepare.sources import FileCorpus
     from wlb.simulate.space import SearchSpace
 
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
@@ -249,13 +248,6 @@ def _chosen(name: str, option: str, value: str | None, choices: Sequence[str]) -
     return {} if value is None else {name: value}
 
 
-class DocumentsOption(StrEnum):
-    """Whether a text file is one document or each of its lines."""
-
-    FILES = "files"
-    LINES = "lines"
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """How to find documents in text files."""
@@ -265,7 +257,7 @@ class TextOptions:
         typer.Option(metavar="NAME", help="Field or column to read; default: text, or messages with --chat."),
     ] = None
     documents: Annotated[
-        DocumentsOption | None,
+        Literal["files", "lines"] | None,
         typer.Option(metavar="files|lines", help="Whether a text file is one document, or each of its lines."),
     ] = None
     chat: Annotated[
@@ -279,5 +271,4 @@ class TextOptions:
         from wlb.documents.prepare.sources import FileCorpus
 
         field = self.text_field or ("messages" if self.chat else "text")
-        documents: TextDocuments | None = self.documents.value if self.documents else None
-        return FileCorpus(sources, field, chat=self.chat, documents=documents)
+        return FileCorpus(sources, field, chat=self.chat, documents=self.documents)
