@@ -1,7 +1,5 @@
 """``wlb check``: what a job loses to imbalance on your documents, and how much faster each preset trains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ class CheckOptions(options.TextOptions, options.JobOptions):
         typer.Option(metavar="TOKENIZER", help="LENGTHS is text, as wlb prepare reads it: bytes, a file or a model."),
     ] = None
 
-    def lengths(self, context: typer.Context, source: str) -> tuple[str, NDArray[np.int64]]:
+    def lengths(self, context: typer.Context, source: str) -> "tuple[str, NDArray[np.int64]]":
         """The name of what was read, and the tokens of every document."""
         if self.tokenizer is None:
             from wlb.documents.lengths import read_lengths
@@ -98,7 +96,7 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
 
 
 @contextmanager
-def progress_of() -> Iterator[Progress]:
+def progress_of() -> "Iterator[Progress]":
     """A progress bar per system, with its speedup so far; the yielded function takes what is known of each."""
     with progress_bar(TextColumn("{task.fields[speed]}"), TaskProgressColumn()) as bar:
         tasks: dict[str, TaskID] = {}
@@ -114,8 +112,8 @@ def progress_of() -> Iterator[Progress]:
 
 
 def estimated(
-    space: SearchSpace, lengths: NDArray[np.int64], presets: Sequence[str], steps: int | None, source: str
-) -> Estimate:
+    space: "SearchSpace", lengths: "NDArray[np.int64]", presets: Sequence[str], steps: int | None, source: str
+) -> "Estimate":
     """``estimate`` of ``presets``, with a progress bar for each."""
     from wlb.simulate.estimate import estimate
 
@@ -123,7 +121,7 @@ def estimated(
         return estimate(space, lengths, presets, steps, source=source, on_progress=told)
 
 
-def show_estimate(found: Estimate) -> None:
+def show_estimate(found: "Estimate") -> None:
     """Print the verdict, then the details."""
     from wlb.report.answer import about, columns_of, note_on
 

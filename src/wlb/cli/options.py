@@ -1,7 +1,5 @@
 """Options that several commands share, and what they mean."""
 
-from __future__ import annotations
-
 import math
 import os
 import re
@@ -184,7 +182,7 @@ class JobOptions:
         int | None, number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows.")
     ] = None
 
-    def space(self, context: typer.Context, source: str | None, lengths: NDArray[np.int64]) -> SearchSpace:
+    def space(self, context: typer.Context, source: str | None, lengths: "NDArray[np.int64]") -> "SearchSpace":
         """The job on documents of ``lengths``, with its assumptions.
 
         See ``search_space`` for ``source``. Raises ``UserError`` for a layout that cannot run, and for an option that a
@@ -267,7 +265,7 @@ class TextOptions:
         ),
     ] = False
 
-    def corpus(self, sources: list[Path]) -> FileCorpus:
+    def corpus(self, sources: list[Path]) -> "FileCorpus":
         from wlb.documents.prepare.sources import FileCorpus
 
         field = self.text_field or ("messages" if self.chat else "text")

@@ -57,22 +57,17 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
 def conclusion(run: TrainingRun, before: TrainingRun | None = None) -> str:
     """How much ``run`` loses, or how it compares with ``before``, in one sentence."""
     if before is None:
-        return _verdict(run)
-    return _compared(run, _told_apart(before, run), gain_in_tokens(before, run))
+        planned, measured = run.mean("predicted"), run.mean("measured")
+        return (
+            f"The slowest rank computes {measured:.2f} times as long as the mean rank; the plans predict {planned:.2f}."
+        )
+    faster, before = gain_in_tokens(before, run), _told_apart(before, run)
+    sure = "" if not faster.low <= 1 <= faster.high else ", which is within the noise of these steps"
+    return f"{run.label} trains {faster.factor:.2f}x the tokens per second of {before.label}{sure}."
 
 
 def _told_apart(before: TrainingRun, run: TrainingRun) -> TrainingRun:
     return replace(before, name=f"{before.name} (before)") if before.name == run.name else before
-
-
-def _verdict(run: TrainingRun) -> str:
-    planned, measured = run.mean("predicted"), run.mean("measured")
-    return f"The slowest rank computes {measured:.2f} times as long as the mean rank; the plans predict {planned:.2f}."
-
-
-def _compared(run: TrainingRun, before: TrainingRun, faster: Gain) -> str:
-    sure = "" if not faster.low <= 1 <= faster.high else ", which is within the noise of these steps"
-    return f"{run.label} trains {faster.factor:.2f}x the tokens per second of {before.label}{sure}."
 
 
 def gain_in_tokens(before: TrainingRun, run: TrainingRun) -> Gain:

@@ -30,10 +30,7 @@ def write_trace(path: Path, lines: Mapping[str, Timeline]) -> None:
     events: list[dict[str, Any]] = []
     first_process = 0
     for name, line in lines.items():
-        for event in _events(line, *_drawn(line)):
-            if event["name"] == "process_name":
-                event["args"]["name"] = f"{name} {event['args']['name']}"
-            events.append(event | {"pid": first_process + event["pid"]})
+        events += (event | {"pid": first_process + event["pid"]} for event in _events(name, line, *_drawn(line)))
         first_process += line.job.layout.pools
     details = {name: {"step": line.plan.step, "seconds": line.seconds} for name, line in lines.items()}
     trace = {
@@ -54,15 +51,15 @@ def _drawn(line: Timeline) -> tuple[Sequence[int], Sequence[int]]:
     return dp_ranks, range(min(layout.pool_size, max(1, MOST_TRACKS // (layout.pp * len(dp_ranks)))))
 
 
-def _events(line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
+def _events(name: str, line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequence[int]) -> Iterator[dict[str, Any]]:
     layout = line.job.layout
     for dp in dp_ranks:
-        yield {"ph": "M", "name": "process_name", "pid": dp, "args": {"name": f"dp {dp}"}}
+        yield {"ph": "M", "name": "process_name", "pid": dp, "args": {"name": f"{name} dp {dp}"}}
         for pp in range(layout.pp):
             for cp in cp_ranks:
                 thread = pp * layout.pool_size + cp
-                name = f"pp {pp} cp {cp}" if layout.pool_size > 1 else f"pp {pp}"
-                yield {"ph": "M", "name": "thread_name", "pid": dp, "tid": thread, "args": {"name": name}}
+                rank = f"pp {pp} cp {cp}" if layout.pool_size > 1 else f"pp {pp}"
+                yield {"ph": "M", "name": "thread_name", "pid": dp, "tid": thread, "args": {"name": rank}}
                 yield {"ph": "M", "name": "thread_sort_index", "pid": dp, "tid": thread, "args": {"sort_index": thread}}
                 yield from _after_the_last(line, dp, pp, thread)
         for cp in cp_ranks:
