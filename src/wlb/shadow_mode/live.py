@@ -172,11 +172,6 @@ class Shadow:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
     def __getstate__(self) -> dict[str, Any]:
         """A copy, made for example with a copy of the model, measures nothing."""
         kept = {name: getattr(self, name) for name in ("_loader", "_is_model", "gain")}
