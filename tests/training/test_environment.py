@@ -127,7 +127,8 @@ def test_a_store_of_another_tokenizer_is_told(tmp_path: Path) -> None:
 
     def warning(name: str, sha256: str) -> str | None:
         details = {"tokenizer": {"kind": "huggingface", "name": name, "sha256": sha256}}
-        with TokenStoreWriter(tmp_path / name, vocab_size=9, details=details) as writer:
+        with TokenStoreWriter(tmp_path / name, vocab_size=9) as writer:
+            writer.details |= details
             writer.add(torch.arange(9).numpy())
         return tokenizer_warning(ModelConfig(pretrained=tmp_path), TokenStore.open(tmp_path / name))
 

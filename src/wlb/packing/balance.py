@@ -8,8 +8,6 @@ If ``ranks`` wait for each other after every micro-batch, micro-batches of simil
 slot are filled up to it, which shortens the later slots.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,8 +38,8 @@ def balance(
     *,
     ranks: int | None = None,
     costs: Sequence[float] | NDArray[Any] | None = None,
-    workload: DocumentPrices | Literal["tokens"] | None = None,
-    phases: DocumentPhases | None = None,
+    workload: "DocumentPrices | Literal['tokens'] | None" = None,
+    phases: "DocumentPhases | None" = None,
     groups: Sequence[int | str] | NDArray[Any] | None = None,
     equal_size: bool = False,
     multiple_of: int = 1,

@@ -23,7 +23,8 @@ from wlb.errors import UserError
 
 def write(prefix: Path, documents: list[list[int]], vocab_size: int = 50, **details: Any) -> Path:
     prefix.parent.mkdir(exist_ok=True)
-    with TokenStoreWriter(prefix, vocab_size=vocab_size, overwrite=True, details=details) as writer:
+    with TokenStoreWriter(prefix, vocab_size=vocab_size, overwrite=True) as writer:
+        writer.details |= details
         for tokens in documents:
             writer.add(tokens)
     return prefix

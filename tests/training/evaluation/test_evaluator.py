@@ -199,6 +199,7 @@ def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path
     (tmp_path / "unlabelled.mask").write_bytes(bytes(unlabelled.tokens))
     refused("unlabelled", r"evaluation.store .*unlabelled has no labels, so it has no loss")
     for name, kind in (("ours", "a"), ("theirs", "b")):
-        with TokenStoreWriter(tmp_path / name, vocab_size=VOCABULARY, details={"tokenizer": {"kind": kind}}) as writer:
+        with TokenStoreWriter(tmp_path / name, vocab_size=VOCABULARY) as writer:
+            writer.details["tokenizer"] = {"kind": kind}
             writer.add(np.arange(20))
     refused("theirs", r"another tokenizer than .*ours of \[data\]", data={"store": str(tmp_path / "ours")})

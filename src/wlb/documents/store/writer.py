@@ -68,7 +68,6 @@ class TokenStoreWriter:
         prefix: str | Path,
         *,
         vocab_size: int,
-        details: dict[str, Any] | None = None,
         tokenizer_json: str | None = None,
         masked: bool = False,
         overwrite: bool = False,
@@ -77,7 +76,7 @@ class TokenStoreWriter:
             raise UserError(f"vocab_size is {vocab_size}; it must be at least 1")
         self.prefix = Path(prefix)
         self.vocab_size = vocab_size
-        self.details = dict(details or {})
+        self.details: dict[str, Any] = {}
         self.tokens = self.labelled_tokens = 0
         self._lengths = array("i")  # of all documents
         self._dtype = token_type(vocab_size)
