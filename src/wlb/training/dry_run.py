@@ -6,7 +6,7 @@ elsewhere, synthetic documents take its place; their tokens are all zero and tak
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,6 @@ _FIRST_STEPS = 4
 _DOCUMENTS_PER_WINDOW = 100  # on average 50 fill a context window
 _MOST_DOCUMENTS = 2**20  # later steps repeat them
 _TOKEN_TYPE = np.dtype("<i4")
-
-_T = TypeVar("_T")
 
 
 class SyntheticStore(TokenStore):
@@ -60,7 +58,7 @@ def find_problems(config: JobConfig, hardware: str) -> tuple[CheckedJob, list[st
     """
     problems: dict[str, None] = {}
 
-    def tried(check: Callable[[], _T]) -> _T | None:
+    def tried(check: Callable[[], Any]) -> Any:
         try:
             return check()
         except UserError as error:

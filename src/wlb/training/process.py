@@ -14,13 +14,10 @@ import signal
 import sys
 import threading
 import traceback
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn, TextIO
 
 from wlb.errors import UserError
 from wlb.terminal import wrapped
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 TERMINATED_STATUS = 128 + signal.SIGTERM  # as shells have it
 _NOBODY_READS = {errno.EPIPE, errno.EIO}  # the other end of the pipe or terminal is gone
@@ -102,8 +99,8 @@ def leave(error: BaseException) -> NoReturn:
         os._exit(status or 1)
 
 
-def ending_of(rank: int, failure: "ProcessFailure") -> Ending:
-    """The ending of a job whose first ``failure`` was on ``rank``."""
+def ending_of(rank: int, failure: Any) -> Ending:
+    """The ending of a job whose first ``failure``, a ``ProcessFailure`` of torch, was on ``rank``."""
     status: int = failure.exitcode
     message: Any = failure.message  # a string from torch, or the record of the rank
     if status < 0:
@@ -127,14 +124,9 @@ class Termination:
     """Whether this rank was asked to end. Call ``listen`` in the main thread, before other threads start."""
 
     def __init__(self) -> None:
-        self.asked = threading.Event()
+        self.asked = threading.Event()  # set by a signal; ranks compare it before each step, so that all stop together
         self.hung = threading.Event()  # once it is set, nothing can be saved, and a signal leaves no time
         self._grace_seconds: float | None = None  # before the first step there is nothing to save
-
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has arrived. The trainer shares this with all ranks before a step, so all stop together."""
-        return self.asked.is_set()
 
     def listen(self) -> None:
         """Start to answer the signals. They stay blocked in every thread, so they interrupt nothing."""

@@ -86,9 +86,13 @@ class Trainer:
         elif config.model.pretrained is not None:
             PretrainedWeights(config.model.pretrained).load(*model.stages)
         self.step = progress.step
-        begins: dict[str, Any] = {"state": progress.loader, "calibration": self.calibration}
-        begins["asked_to_end"] = lambda: self.termination.requested
-        self.planned = open_steps(checked.store, job, training, share=model.share, **begins)
+        self.planned = open_steps(
+            *(checked.store, job, training),
+            share=model.share,
+            state=progress.loader,
+            calibration=self.calibration,
+            asked_to_end=self.termination.asked.is_set,
+        )
         self.reporter = Reporter(checked, model.execution, self.step) if dist.get_rank() == 0 else None
         self.evaluator: Evaluator | None = None
         if self.config.evaluation.store is not None:
@@ -98,7 +102,6 @@ class Trainer:
         kept = f"the same command continues from the newest checkpoint in {directory}, if there is one"
         self._kept = kept if directory else "nothing is saved without checkpoint.dir"
         self._trained = self.planned.state_dict()
-        self._last_step = self.config.training.steps or math.inf
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
@@ -109,13 +112,12 @@ class Trainer:
             if self.reporter:
                 self.reporter.finish()
             raise
-        return self.reporter.finish() | self._totals() if self.reporter else None
-
-    def _totals(self) -> dict[str, Any]:
-        """What became of the documents read from the job's first step on; pending ones are not wholly trained."""
-        planner = self._trained["planner"]
-        pending = {segment.document for segment in waiting_in(planner)}
-        return {"overlong": planner["stream"]["overlong"], "pending_documents": len(pending)}
+        if self.reporter is None:
+            return None
+        planner = self._trained["planner"]  # of the documents read from the job's first step on
+        pending = {segment.document for segment in waiting_in(planner)}  # not wholly trained
+        totals = {"overlong": planner["stream"]["overlong"], "pending_documents": len(pending)}
+        return self.reporter.finish() | totals
 
     def steps(self) -> Iterator[int]:
         """Train step after step, yielding the number of each; checkpoints as they fall due and at the end.
@@ -129,7 +131,8 @@ class Trainer:
             while loaded := self._next_step():
                 self.step += 1
                 self._train_step(loaded)
-                self._calibrate()
+                if self.calibration is not None and self.calibration.end_step() and self.reporter:
+                    say(f"planning from now on with prices measured up to step {self.step}: {self.calibration}")
                 self._trained = self.planned.state_dict()
                 self._evaluate()  # before the checkpoint, so that a job which continues from it has it on record
                 if self.checkpointer.is_due(self.step):
@@ -146,7 +149,7 @@ class Trainer:
             raise Terminated(f"terminated after step {self.step}; {self._kept}")
 
     def _next_step(self) -> RankStep[Batch] | None:
-        if self.step >= self._last_step:
+        if self.step >= (self.config.training.steps or math.inf):
             return None
         self.begun.number = self.step + 1
         with record_function("data"):
@@ -159,15 +162,11 @@ class Trainer:
             seconds = loaded.wait_seconds + time.perf_counter() - started
             self.reporter.record(self.step, loaded, outcome, computed, seconds)
 
-    def _calibrate(self) -> None:
-        if self.calibration is not None and self.calibration.end_step() and self.reporter:
-            say(f"planning from now on with prices measured up to step {self.step}: {self.calibration}")
-
     def _evaluate(self, *, last: bool = False) -> bool:
         """Evaluate if it is due; returns whether it stopped early because a rank was asked to end."""
         if self.evaluator is None:
             return False
-        evaluation = self.evaluator.after(self.step, last=last, asked_to_end=lambda: self.termination.requested)
+        evaluation = self.evaluator.after(self.step, last=last, asked_to_end=self.termination.asked.is_set)
         if self.reporter and evaluation:
             self.reporter.record_evaluation(self.step, evaluation)
         return self.evaluator.broken_off

@@ -27,7 +27,12 @@ _LOST_PEER_SECONDS = 10.0  # a rank that has lost another one waits so long, so 
 
 def main() -> None:
     """Run the rank that the command line and the environment describe."""
-    as_rank(_train_from_arguments)
+    parser = argparse.ArgumentParser(prog="python -m wlb.training")
+    parser.add_argument("config", type=Path, help="configuration of the job (TOML)")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
+    arguments = parser.parse_args()
+    auto_dp = partial(dp_of, int(os.environ.get("WORLD_SIZE", "1")))
+    as_rank(lambda termination: _train(load_config(arguments.config, arguments.set, auto_dp=auto_dp), termination))
     os._exit(0)  # without waiting for peers that may be gone
 
 
@@ -71,15 +76,6 @@ def _train(config: JobConfig, termination: Termination) -> dict[str, Any] | None
     return train(config, termination)
 
 
-def _train_from_arguments(termination: Termination) -> None:
-    parser = argparse.ArgumentParser(prog="python -m wlb.training")
-    parser.add_argument("config", type=Path, help="configuration of the job (TOML)")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a setting")
-    arguments = parser.parse_args()
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    _train(load_config(arguments.config, arguments.set, auto_dp=partial(dp_of, processes)), termination)
-
-
 def _end_with_launcher(termination: Termination) -> None:
     """End this process when its launcher has ended, because orphans would go on writing into the run.
 
@@ -94,7 +90,7 @@ def _end_with_launcher(termination: Termination) -> None:
             launcher.join()
         while launcher is None and os.getppid() == parent:
             time.sleep(_WATCH_SECONDS)
-        if not termination.requested:
+        if not termination.asked.is_set():
             os._exit(1)
 
     threading.Thread(target=watch, name="wlb-launcher-watch", daemon=True).start()

@@ -130,7 +130,7 @@ def _end_while_evaluating(config: JobConfig, step: int) -> None:
     def asked(_: object) -> dict[str, Any] | None:
         if trainer.step == step and dist.get_rank() == 1:
             trainer.termination.asked.set()
-        return run(lambda: trainer.termination.requested)
+        return run(trainer.termination.asked.is_set)
 
     trainer.evaluator.run = asked  # type: ignore[method-assign,assignment]
     with pytest.raises(Terminated):

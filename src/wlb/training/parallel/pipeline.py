@@ -142,9 +142,7 @@ def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) 
 
 def is_second_copy(stage: Transformer, parameter: Tensor) -> bool:
     """Whether ``parameter`` is the last stage's copy of the tied embedding."""
-    return (
-        _has_other_copy(stage) and stage.is_last and stage.embedding is not None and parameter is stage.embedding.weight
-    )
+    return _has_other_copy(stage) and stage.is_last and parameter is getattr(stage.embedding, "weight", None)
 
 
 def _has_other_copy(stage: Transformer) -> bool:
