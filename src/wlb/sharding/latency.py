@@ -16,6 +16,7 @@ Every layer takes an equal share of the seconds, so all layers together wait as 
 
 import math
 from collections.abc import Callable, Container, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
@@ -123,12 +124,6 @@ class Shards(NamedTuple):
         return self.map(lambda column: column.reshape(*shape, *column.shape[1:]))
 
 
-def slowest_rank(seconds: Seconds) -> Seconds:
-    """The maximum over the last axis."""
-    most: Seconds = seconds.max(axis=-1)
-    return most
-
-
 def attending_seconds(own: Seconds, received: Seconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:
     """Attention of ranks, first over their ``own`` keys, then over each part of the ``received`` keys when it arrives.
 
@@ -218,12 +213,12 @@ class Priced(NamedTuple):
         costs: Costs,
         computing: tuple[Phases, Phases] | None = None,
         modelled: Container[str] = GROUP_CAUSES,
-        together: Callable[[Seconds], Seconds] = slowest_rank,
+        together: Callable[[Seconds], Seconds] = partial(np.max, axis=-1),
     ) -> Self:
         """The only price of micro-batches; ``computing`` is ``computing_seconds``, if it is known already.
 
         Only the ``modelled`` of ``GROUP_CAUSES`` take time beside computing, and ``together`` reduces the seconds of
-        ranks to those of their group.
+        ranks to those of their group, by default to those of the slowest.
         """
         blocks, head = computing or computing_seconds(shards, costs)
         return cls(_group_phases(shards, blocks, costs, modelled, together), Phases(*map(together, head)))
