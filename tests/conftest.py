@@ -2,11 +2,12 @@
 
 import gc
 import os
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-import tests.programs  # noqa: F401  # before anything is spawned
+from tests import programs  # before anything is spawned
 from tests.limits import EXHAUSTIVE_EXAMPLES, USUAL_EXAMPLES
 
 # A deadline is an assertion about time, and fails on a busy machine; so does the check that drawing examples is quick.
@@ -31,6 +32,17 @@ LONGEST = (
 # Before torch is imported, here and in programs: models this small lose far more to thread switches than threads win.
 os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()  # while tests are collected: what they import stays, and searching it takes as long as importing it
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """All workers of xdist fork from one server, which starts while they collect tests."""
+    node.workerinput["server"] = programs.server_address()
+
+
+def pytest_configure(config: Any) -> None:
+    if hasattr(config, "workerinput"):
+        programs.fork_from(config.workerinput["server"])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

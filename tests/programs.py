@@ -34,6 +34,21 @@ FORKS.set_forkserver_preload(
 )
 multiprocessing.context._concrete_contexts["spawn"] = FORKS  # type: ignore[attr-defined]
 _STDOUT, _STDERR = 1, 2
+_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+
+
+def server_address() -> str:
+    """Of the server that this process forks from, which is started if there is none."""
+    _SERVER.ensure_running()
+    return str(_SERVER._forkserver_address)
+
+
+def fork_from(address: str) -> None:
+    """Let the server there, which another process has started, fork what this one asks for."""
+    if _SERVER._forkserver_alive_fd is None:
+        _, _SERVER._forkserver_alive_fd = os.pipe()  # forks are sent it, but the server goes by its own
+    _SERVER._forkserver_address = address
+    _SERVER.ensure_running = forkserver.ensure_running = lambda: None
 
 
 class Program:
@@ -41,9 +56,8 @@ class Program:
 
     def __init__(self, arguments: list[str], environment: Mapping[str, str]) -> None:
         readers, writers = zip(*(FORKS.Pipe(duplex=False) for _ in range(3)), strict=True)
-        forkserver.ensure_running()
-        server = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
-        self._process = FORKS.Process(target=_run, args=(arguments, dict(environment), os.getcwd(), server, *writers))
+        given = (arguments, dict(environment), os.getcwd(), server_address())
+        self._process = FORKS.Process(target=_run, args=(*given, *writers))
         self._process.start()
         for writer in writers:
             writer.close()
@@ -162,9 +176,7 @@ def _fork_ranks(server: str) -> None:
 
     from wlb.training import launcher
 
-    same: Any = forkserver._forkserver
-    same._forkserver_address, same.ensure_running = server, lambda: None
-
+    fork_from(server)
     start, launcher.START_METHOD = MultiprocessContext._start, "fork"
 
     def start_held_back(self: MultiprocessContext) -> None:
