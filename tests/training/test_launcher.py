@@ -41,7 +41,7 @@ def started(*arguments: str | Path) -> AbstractContextManager[Program]:
 
 def test_train_writes_metrics_and_a_summary(folder):
     config = write_config(folder, parallel=PARALLEL)
-    with process("-m", "wlb", "train", config, "--json", "--set", "training.steps=4") as job:
+    with started(config, "--json", "--set", "training.steps=4") as job:
         out, err = job.communicate()
     assert job.returncode == 0, err
     rows = read_steps(folder)
