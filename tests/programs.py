@@ -34,7 +34,7 @@ FORKS.set_forkserver_preload(
 )
 multiprocessing.context._concrete_contexts["spawn"] = FORKS  # type: ignore[attr-defined]
 _STDOUT, _STDERR = 1, 2
-_SERVER: Any = forkserver._forkserver  # type: ignore[attr-defined]
+_SERVER: Any = forkserver._forkserver
 
 
 def server_address() -> str:

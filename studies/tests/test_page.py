@@ -21,7 +21,7 @@ import pytest
 import wlb_studies
 from studies.tests.browser import BROWSER, tab
 from studies.tests.cli.conftest import studies
-from tests.cli.conftest import run
+from tests.cli.conftest import printed_both, run
 from tests.limits import HUNG_SECONDS
 from tests.report.test_browser import area, pixels_of
 from wlb.documents.synthetic import sample_lengths
@@ -64,9 +64,9 @@ def answered(app: Any, file: Path) -> Any:
 
 def test_the_answer_is_that_of_check(answered: Any, file: Path):
     read, found, _ = answered
-    checked = run("check", file, *WORDS, "--json")
-    assert json.loads(json.dumps(found.to_json())) == json.loads(checked.stdout)
-    assert run("check", file, *WORDS).stdout.startswith(f"{read[0]}\n\n{found.verdict}\n")
+    out, checked = printed_both("check", file, *WORDS)
+    assert json.loads(json.dumps(found.to_json())) == checked
+    assert out.startswith(f"{read[0]}\n\n{found.verdict}\n")
 
 
 def test_the_page_shows_the_answer(answered: Any, file: Path):

@@ -1,9 +1,11 @@
 """The command line as tests run it."""
 
+import json
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from subprocess import CompletedProcess
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,6 +13,8 @@ import typer
 
 from wlb.cli.app import app
 from wlb.cli.app import run as run_application
+from wlb.cli.check import estimated
+from wlb.simulate.estimate import Estimate
 
 
 def run(*arguments: object, application: typer.Typer = app) -> CompletedProcess[str]:
@@ -34,6 +38,18 @@ def printed(*arguments: object) -> str:
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def printed_both(*arguments: object) -> tuple[str, Any]:
+    """What ``wlb ARGUMENTS`` writes to stdout and, with ``--json``, the value in it; both of one estimate."""
+    found: list[Estimate] = []
+
+    def estimated_once(*given: Any) -> Estimate:
+        found[:] = found or [estimated(*given)]
+        return found[0]
+
+    with mock.patch("wlb.cli.check.estimated", estimated_once):
+        return printed(*arguments), json.loads(printed(*arguments, "--json"))
 
 
 def refusal(*arguments: object) -> str:

@@ -8,7 +8,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from tests.cases import in_turn
-from tests.cli.conftest import printed, refusal, run
+from tests.cli.conftest import printed, printed_both, refusal, run
 from wlb.errors import UserError
 from wlb.simulate.estimate import fastest
 
@@ -29,12 +29,11 @@ def even(tmp_path: Path) -> Path:
 
 
 def test_where_little_is_gained_one_keeps_what_one_has(even):
-    out = printed("check", even, *LITTLE, "--gpus", 1)
+    out, found = printed_both("check", even, *LITTLE, "--gpus", 1)
     assert out.startswith(f"read {even}: 24 documents, 98,304 tokens; median 4,096, longest 4,096;")
     assert "\nKeep what you have: no preset gains 5% in every shuffle.\n" in out
     assert "preset =" not in out
     assert "GPU-hours" not in out
-    found = json.loads(printed("check", even, *LITTLE, "--gpus", 1, "--json"))
     assert (found["winner"], found["config"], found["gpu_hours_a_day"]) == ("plain-4d", "", 0)
     assert [row["system"] for row in found["systems"]] == ["plain-4d", "per-document-4d", "balanced"]
 
@@ -53,8 +52,8 @@ def test_a_system_that_cannot_run_the_job_is_left_out_and_says_why(even, monkeyp
 
     monkeypatch.setattr("wlb.simulate.estimate._searched", searched)
     asked = ("check", even, *LITTLE, "--gpus", 1, "--systems")
-    assert "balanced is left out: no pool has room" in printed(*asked, "plain-4d,balanced")
-    found = json.loads(printed(*asked, "plain-4d,balanced", "--json"))
+    out, found = printed_both(*asked, "plain-4d,balanced")
+    assert "balanced is left out: no pool has room" in out
     assert [row["system"] for row in found["systems"]] == ["plain-4d"]
     assert found["left_out"] == {"balanced": "no pool has room"}
     alone = run(*asked, "balanced")
@@ -69,9 +68,9 @@ def test_the_layout_that_is_given_is_said_with_whether_it_fits(even):
     assert "); each system in its own fastest layout; 1 step per shuffle" in printed(*asked, "--gpus", 2)
     partly = printed(*asked, "--gpus", 2, "--pp", 1)
     assert "each system in its own fastest layout with pp 1; 1 step" in partly
-    partly = printed(*asked, "--pp", 2)
+    partly = printed(*asked, "--pp", 2, "--tp", 1)
     assert "--gpus 64" in partly
-    assert "fastest layout with pp 2; 1 step" in partly
+    assert "fastest layout with pp 2, tp 1; 1 step" in partly
     given = printed(*asked, "--dp", 1, "--pp", 1, "--cp", 1, "--tp", 1)
     assert "every system in the given layout, except plain-4d tuned and balanced tuned; 1 step" in given
     assert "does not fit the memory" not in given
@@ -94,7 +93,7 @@ def test_a_job_that_runs_today_is_described_by_its_layout_weights_recomputation_
         *sizes,
     )
     settings = ("--recompute", "full", "--sharding", "gathered", "--micro-batch-tokens", "8K", "--steps", 1)
-    found = json.loads(printed(*asked, *settings, "--json"))
+    table, found = printed_both(*asked, *settings)
     rows = {row["system"]: row for row in found["systems"]}
     assert [*rows] == ["plain-4d", "plain-4d kept", "plain-4d tuned", "per-document-4d", "balanced", "balanced tuned"]
     for name in ("plain-4d", "per-document-4d", "balanced"):
@@ -104,7 +103,6 @@ def test_a_job_that_runs_today_is_described_by_its_layout_weights_recomputation_
     assert 1 < rows["plain-4d kept"]["speedup"] < rows["plain-4d tuned"]["speedup"]
     assert [rows[name]["weights"] for name in ("plain-4d", "plain-4d kept")] == ["gathered", "kept"]
     assert "less recomputation" in found["verdict"]
-    table = printed(*asked, *settings)
     assert [line.split()[1:4] for line in table.splitlines() if line.startswith(" weights")] == [
         ["gathered", "kept", "kept"]
     ]
@@ -140,10 +138,10 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [("d.parquet", ()), ("d.txt", ("--documents", "lines")), ("chats.jsonl", ("--chat",))],
 )
 def test_every_kind_of_text_is_counted_and_the_same_is_prepared(texts, given, options):
-    following = printed("check", given, *SMALL, *options).splitlines()[-1].removeprefix("next: wlb ").split()
+    out, checked = printed_both("check", given, *SMALL, *options)
+    following = out.splitlines()[-1].removeprefix("next: wlb ").split()
     assert sorted(following) == sorted(["prepare", given, "--tokenizer", "bytes", *options, "--out", "corpus"])
     printed(*following)
-    checked = json.loads(printed("check", given, *SMALL, *options, "--json"))
     stored = json.loads(printed("check", "corpus", *SMALL[2:], "--json"))
     assert {**checked, "config": ""} == {**stored, "config": ""}
 
