@@ -17,9 +17,19 @@ def test_a_row_says_what_check_says_and_a_job_without_a_layout_nothing(monkeypat
     monkeypatch.setattr(gains, "GPUS", (2,))
     monkeypatch.setattr(gains, "BATCH_TOKENS", 2**16)
     small, large = gains.run(Settings(out=tmp_path)).tables[0].rows
-    lengths = sample_lengths(gains.documents_of(8192), 8192, 0)
+    lengths = sample_lengths(gains.documents_of(8192, 2**16), 8192, 0)
     space = search_space("550m", 2, 8192, lengths, batch_tokens=2**16)
     verdict = estimate(space, lengths, source="synthetic").verdict
     speeds = verdict.speed("per-document-4d"), verdict.speed("balanced")
     assert small[:6] == ("550m", "8K", 2, sum(verdict.lost.values()), *speeds)
-    assert large == ("70b", "8K", 2, None, None, None, None, None)
+    assert large == ("70b", "8K", 2, *[None] * 8)
+
+
+def test_mixtures_are_compared_in_layouts_with_ep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(gains, "MIXTURES", ("qwen3-30b-a3b",))
+    monkeypatch.setattr(gains, "MIXTURE_WINDOWS", (8192,))
+    monkeypatch.setattr(gains, "MIXTURE_GPUS", (16,))
+    monkeypatch.setattr(gains, "MIXTURE_TOKENS", 2**18)
+    (row,) = gains.mixtures(Settings(out=tmp_path, steps=1)).tables[0].rows
+    assert row[:3] == ("qwen3-30b-a3b", "8K", 16)
+    assert all("ep 16" in str(place) for place in row[-2:])

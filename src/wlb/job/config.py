@@ -156,7 +156,7 @@ class LayoutConfig(Section):
     pp: PositiveInt = Field(1, description="Pipeline-parallel size")
     cp: PositiveInt = Field(1, description="Context-parallel size")
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
-    ep: PositiveInt = Field(1, description="GPUs that share the experts of a block (not trained yet: planning only)")
+    ep: PositiveInt = Field(1, description="GPUs that share a block's experts (planning only)")
     virtual_pp: PositiveInt = Field(1, description="Pipeline stages per pipeline rank")
     schedule: Annotated[str, *one_of(SCHEDULES)] = Field(
         "auto",

@@ -54,6 +54,7 @@ _NEARER = 0.03  # of the best on all draws: layouts that are rated on the other 
 _POOLS_FAR = 0.1  # behind the best: more stages per pipeline rank do not catch up with that
 _BOUNDED = 4  # steps for bounds
 _LARGEST_TP = 32
+_LEAST_EP, _MOST_EP = 8, 64
 _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4, 8)
 
@@ -232,11 +233,12 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
 
 
 def _expert_groups(space: SearchSpace, layout: Layout) -> list[int]:
-    """Numbers of GPUs that may share the experts: 1, or whole tensor-parallel groups."""
+    """Numbers of GPUs that may share the experts: 1, or 8 to 64 in whole tensor-parallel groups; fewer if all do."""
     experts, gpus = space.shape.experts, layout.dp_cp * layout.tp
     if experts is None or space.settings.get("profile"):
         return [1]
-    return [ep for ep in divisors(experts.count) if ep == 1 or (gpus % ep == 0 and ep % layout.tp == 0)]
+    sizes = [ep for ep in divisors(experts.count) if gpus % ep == 0 and ep % layout.tp == 0]
+    return [1, *(ep for ep in sizes if ep > 1 and min(_LEAST_EP, gpus) <= ep <= _MOST_EP)]
 
 
 def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:

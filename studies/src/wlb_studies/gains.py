@@ -1,14 +1,18 @@
-"""Who gains: ``wlb check`` by model, context window (8K to 128K) and number of GPUs (8 to 256).
+"""Who gains: ``wlb check`` by model, context window and number of GPUs; of dense models, and of mixtures of experts.
 
-Each system runs in its own fastest layout, on enough documents for the steps of all draws without repeats.
+Each system runs in its own fastest layout. Synthetic documents are enough for the steps of all draws without repeats.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
 
+from wlb.documents.lengths import read_lengths
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
+from wlb.job.job import Job
 from wlb.simulate.estimate import estimate
+from wlb.simulate.search import layout_of
 from wlb.simulate.space import BATCH_TOKENS, search_space
 from wlb.simulate.verdict import BALANCED, BASELINE, LEAST_GAIN, PER_DOCUMENT, usual_steps
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
@@ -17,52 +21,66 @@ _K = 1024
 MODELS = ("llama3-8b", "llama3-70b")
 WINDOWS = (8 * _K, 16 * _K, 32 * _K, 64 * _K, 128 * _K)
 GPUS = (8, 64, 256)
-_SYSTEMS = (BASELINE, PER_DOCUMENT, BALANCED)
+MIXTURES = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "kimi-k2")
+MIXTURE_WINDOWS = (8 * _K, 32 * _K, 128 * _K)
+MIXTURE_GPUS = (64, 256, 1024)
+MIXTURE_TOKENS = 2**24  # of a step
+_WLB = "wlb-llm"
 _TOKENS_PER_WINDOW = 0.0195  # mean length of a document from ``sample_lengths``
 
 
-def documents_of(window: int) -> int:
+def documents_of(window: int, batch_tokens: int) -> int:
     """Enough documents for the steps of a draw, including warm-up, with some to spare."""
-    tokens = 2.2 * usual_steps(BATCH_TOKENS // window) * BATCH_TOKENS
+    tokens = 2.2 * usual_steps(batch_tokens // window) * batch_tokens
     return int(tokens / (_TOKENS_PER_WINDOW * window))
 
 
 def run(settings: Settings) -> Report:
+    """Dense models."""
+    jobs = [*product(MODELS, WINDOWS, GPUS)]
+    return _report(settings, jobs, (BASELINE, PER_DOCUMENT, BALANCED), BATCH_TOKENS)
+
+
+def mixtures(settings: Settings) -> Report:
+    """Mixtures of experts; every system searches its own ep too."""
+    jobs = [*product(MIXTURES, MIXTURE_WINDOWS, MIXTURE_GPUS)]
+    return _report(settings, jobs, (BASELINE, PER_DOCUMENT, _WLB, BALANCED), MIXTURE_TOKENS)
+
+
+def _report(
+    settings: Settings, jobs: Sequence[tuple[str, int, int]], systems: Sequence[str], batch_tokens: int
+) -> Report:
     rows: list[tuple[Value, ...]] = []
-    for model, window, gpus in product(MODELS, WINDOWS, GPUS):
+    for model, window, gpus in jobs:
         settings.on_progress(f"{model}, {window // _K}K, {gpus} GPUs")
-        lengths = sample_lengths(documents_of(window), window, settings.seed)
-        try:
-            space = search_space(model, gpus, window, lengths, batch_tokens=BATCH_TOKENS)
-            verdict = estimate(space, lengths, _SYSTEMS, settings.steps, source="synthetic").verdict
-        except UserError:  # the model does not fit these GPUs
-            rows.append((model, f"{window // _K}K", gpus, *[None] * 5))
-            continue
-        speeds = [verdict.speed(name) if name in verdict.systems else None for name in _SYSTEMS[1:]]
-        low, high = verdict.spread(verdict.fastest)
-        lost = sum(verdict.lost.values())
-        rows.append((model, f"{window // _K}K", gpus, lost, *speeds, f"{low:.2f} to {high:.2f}", verdict.winner))
+        row = _row(settings, model, window, gpus, systems, batch_tokens)
+        rows.append((model, f"{window // _K}K", gpus, *(row or [None] * (len(systems) + 5))))
     columns = (
         Column("model"),
         Column("window"),
         Column("GPUs", "", ".0f"),
         Column("plain-4d loses", "simulated", ".0%"),
-        *(Column(name, "simulated", ".2f") for name in _SYSTEMS[1:]),
+        *(Column(name, "simulated", ".2f") for name in systems[1:]),
         Column("spread of the fastest", "simulated"),
+        Column("balanced at equal work", "simulated", ".2f"),
         Column("recommended"),
+        Column("plain-4d in"),
+        Column("balanced in"),
     )
-    kept = [row for row in rows if row[-1] == BASELINE]
-    found = [row for row in rows if row[-1] is not None]
+    kept = [row for row in rows if row[-3] == BASELINE]
+    found = [row for row in rows if row[-3] is not None]
+    places = [*dict.fromkeys(f"{window // _K}K\n{gpus} GPUs" for _, window, gpus in jobs)]
+    balanced, models = 4 + systems[1:].index(BALANCED), dict.fromkeys(model for model, *_ in jobs)
     return Report(
         title="Tokens per second over plain-4d, each system in its own fastest layout: three draws together",
-        documents="synthetic, as many as fill the steps",
+        documents=settings.lengths or "synthetic, as many as fill the steps",
         tables=[Table("by model, context window and GPUs", columns, rows)],
         draw=partial(
             grouped_bars,
             title="tokens per second over plain-4d, simulated",
-            groups=[f"{window}\n{gpus} GPUs" for _, window, gpus, *_ in rows[: len(WINDOWS) * len(GPUS)]],
-            series={f"{model}, balanced": [_number(row[5]) for row in rows if row[0] == model] for model in MODELS},
-            label="speedup over plain-4d",
+            groups=places,
+            series={name: [_number(row[balanced]) for row in rows if row[0] == name] for name in models},
+            label="speedup of balanced over plain-4d",
         ),
         findings=[
             Finding(
@@ -72,10 +90,38 @@ def run(settings: Settings) -> Report:
             )
         ],
         notes=[
-            f"{BATCH_TOKENS:,} tokens a step, H100 preset, seed {settings.seed}; draws are orders of the corpus",
+            f"{batch_tokens:,} tokens a step, H100 preset, seed {settings.seed}; draws are orders of the corpus",
             "no figure: no layout of these GPUs fits the model and the window",
         ],
     )
+
+
+def _row(
+    settings: Settings, model: str, window: int, gpus: int, systems: Sequence[str], batch_tokens: int
+) -> list[Value] | None:
+    """What ``wlb check`` says of a job; None if the model does not fit these GPUs."""
+    if settings.lengths is None:
+        lengths = sample_lengths(documents_of(window, batch_tokens), window, settings.seed)
+    else:
+        lengths = read_lengths(settings.lengths)
+    try:
+        space = search_space(model, gpus, window, lengths, batch_tokens=batch_tokens)
+        found = estimate(space, lengths, systems, settings.steps, source="synthetic")
+    except UserError:
+        return None
+    verdict = found.verdict
+    speeds = [verdict.speed(name) if name in verdict.systems else None for name in systems[1:]]
+    low, high = verdict.spread(verdict.fastest)
+    at_equal_work = verdict.speed_at_equal_work(BALANCED) if BALANCED in verdict.systems else None
+    places = [_place(found.searched[name].job) if name in found.searched else None for name in (BASELINE, BALANCED)]
+    lost = sum(verdict.lost.values())
+    return [lost, *speeds, f"{low:.2f} to {high:.2f}", at_equal_work, verdict.winner, *places]
+
+
+def _place(job: Job) -> str:
+    grouping = f" {job.packing.grouping}" if job.packing.is_balanced else ""
+    again = "" if job.activation_checkpointing == "none" else f", recomputes {job.activation_checkpointing}"
+    return f"{layout_of(job)}{grouping}{again}"
 
 
 def _number(value: Value) -> float | None:

@@ -20,10 +20,11 @@ EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "sharding": sharding.run,  # Figure 15: strategies on one layer
     "kernel": kernel.run,  # Figures 7 and 10: attention by length
     "gains": gains.run,  # who gains, by model, window and GPUs
+    "mixtures": gains.mixtures,  # the same for mixtures of experts, under expert parallelism
     "grid": grid.run,  # published policies since, beside ours, in 32 jobs
     "level": level.run,  # level steps over the ideal, beside pools
     "convergence": convergence.run,  # Figure 16: what a small model learns
 }
 # What ``wlb-studies paper`` runs without a name: minutes, and no training.
-BEYOND = ("gains", "grid", "level", "convergence")
+BEYOND = ("gains", "mixtures", "grid", "level", "convergence")
 OF_THE_PAPER = tuple(name for name in EXPERIMENTS if name not in BEYOND)

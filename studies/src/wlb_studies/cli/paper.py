@@ -29,7 +29,7 @@ def paper(
         typer.Argument(
             metavar="EXPERIMENT",
             help="imbalance, table2, speedups, breakdown, context-windows, sharding, kernel; all of these: all. "
-            "Beyond the paper, and longer: gains, grid, level, convergence.",
+            "Beyond the paper, and longer: gains, mixtures, grid, level, convergence.",
         ),
     ] = "all",
     out: Out = Path("results"),
@@ -52,7 +52,8 @@ def paper(
 ) -> None:
     """Reproduce the paper's evaluation, with quoted, simulated and measured numbers in columns of their own.
 
-    Prints each table and writes it, with a picture, to --out. gains shows who gains, by model, window and GPUs. grid
+    Prints each table and writes it, with a picture, to --out. gains shows who gains, by model, window and GPUs;
+    mixtures the same of mixtures of experts. grid
     searches layouts of all policies for 32 jobs, on all cores. level removes ingredients of level steps. convergence
     trains 12 small models for over an hour. You can interrupt and continue grid and convergence.
 
