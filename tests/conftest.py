@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ settings.register_profile("exhaustive", ANY_TIME, max_examples=EXHAUSTIVE_EXAMPL
 settings.load_profile("usual")
 
 
-# What takes longest begins first, or one of two processes would be left with it at the end.
+# What takes longest begins first in each of the parts that workers begin with, or one would be left with it at the end.
 LONGEST = (
     "tests/training",
     "tests/test_documentation.py",
@@ -45,10 +46,17 @@ def pytest_configure(config: Any) -> None:
         programs.fork_from(config.workerinput["server"])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None:
+    long = [item for item in items if item.nodeid.startswith(LONGEST)]
+    short = [item for item in items if not item.nodeid.startswith(LONGEST)]
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = [item for part in range(workers) for kind in (long, short) for item in _part(kind, part, workers)]
     gc.freeze()
     gc.enable()
+
+
+def _part(items: Sequence[pytest.Item], part: int, parts: int) -> Sequence[pytest.Item]:
+    return items[part * len(items) // parts : (part + 1) * len(items) // parts]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
