@@ -4,16 +4,16 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 
 from wlb.cli.groups import refuse_unused, was_given
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
 from wlb.schedules.operations import SCHEDULES
 from wlb.token_count import parse_tokens
 
@@ -162,13 +162,13 @@ class JobOptions:
         str | None, typer.Option(metavar="NAME", help=f"Pipeline schedule: {' or '.join(SCHEDULES)}.")
     ] = None
     recompute: Annotated[
-        Literal["none", "keep_attention", "full"] | None,
+        str | None,
         typer.Option(
             metavar="NAME", help="Activation checkpointing: none, keep_attention or full; default: searched for."
         ),
     ] = None
     sharding: Annotated[
-        Literal["kept", "gathered"] | None,
+        str | None,
         typer.Option(
             metavar="NAME",
             help="Weights of your job without a pipeline: kept (a sharded optimizer alone, FSDP2 without resharding) "
@@ -189,10 +189,11 @@ class JobOptions:
         measured profile replaces.
         """
         from wlb.simulate.space import PINNED, search_space
+        from wlb.workload.base import Checkpointing
         from wlb.workload.profile import read_profile
 
         sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
-        weights = {} if self.sharding is None else {"weights": self.sharding}
+        weights = _chosen("weights", "--sharding", self.sharding, ("kept", "gathered"))
         self._check_sizes(sizes | weights)
         pinned = self.gpus is None and sizes.keys() >= PINNED
         stated: dict[str, object] = {"model": self.model, "hardware": self.hardware}
@@ -214,7 +215,7 @@ class JobOptions:
             hardware=self.hardware,
             batch_tokens=self.batch_tokens,
             fixed=sizes | weights,
-            checkpointing=self.recompute,
+            checkpointing=_chosen("", "--recompute", self.recompute, get_args(Checkpointing)).get(""),
             micro_batch_tokens=self.micro_batch_tokens,
             profile=measured,
             source=source,
@@ -236,6 +237,13 @@ class JobOptions:
         if "pp" in sizes:
             split_layers(shape, layout)
         make_workload(shape, tp=layout.tp)  # checks that tp divides heads
+
+
+def _chosen(name: str, option: str, value: str | None, choices: Sequence[str]) -> dict[str, Any]:
+    """``name`` and ``value``, if given. Raises ``UserError`` for a value that is none of ``choices``."""
+    if value is not None and value not in choices:
+        raise UserError(f"{option} {value!r} is unknown; {choose_from(value, choices)}")
+    return {} if value is None else {name: value}
 
 
 @dataclass(frozen=True, kw_only=True)
