@@ -29,7 +29,8 @@ def test_mixtures_are_compared_in_layouts_with_ep(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gains, "MIXTURES", ("qwen3-30b-a3b",))
     monkeypatch.setattr(gains, "MIXTURE_WINDOWS", (8192,))
     monkeypatch.setattr(gains, "MIXTURE_GPUS", (16,))
-    monkeypatch.setattr(gains, "MIXTURE_TOKENS", 2**18)
+    monkeypatch.setattr(gains, "BATCH_TOKENS", 2**18)
+    monkeypatch.setattr(gains, "_MIXTURE_BATCH", 1)
     (row,) = gains.mixtures(Settings(out=tmp_path, steps=1)).tables[0].rows
     assert row[:3] == ("qwen3-30b-a3b", "8K", 16)
     assert all("ep 16" in str(place) for place in row[-2:])

@@ -78,6 +78,8 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
         rows["mean token delay, steps"] = [f"{delay:.2f}" for delay in delays]
     layouts = [system.job.layout for system in systems.values()]
     rows["tp, cp, pp, dp"] = [f"{one.tp}, {one.cp}, {one.pp}, {one.dp}" for one in layouts]
+    if any(one.ep > 1 for one in layouts):
+        rows["ep"] = [f"{one.ep}" for one in layouts]
     if any(one.virtual_pp > 1 for one in layouts):
         rows["stages per pipeline rank"] = [f"{one.virtual_pp}" for one in layouts]
     if any(one.pp == 1 for one in layouts):

@@ -15,6 +15,7 @@ from wlb.simulate.estimate import estimate
 from wlb.simulate.search import layout_of
 from wlb.simulate.space import BATCH_TOKENS, search_space
 from wlb.simulate.verdict import BALANCED, BASELINE, LEAST_GAIN, PER_DOCUMENT, usual_steps
+from wlb.terminal import number_of
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
 
 _K = 1024
@@ -24,8 +25,9 @@ GPUS = (8, 64, 256)
 MIXTURES = ("qwen3-30b-a3b", "qwen3-235b-a22b", "gpt-oss-120b", "deepseek-v3", "kimi-k2")
 MIXTURE_WINDOWS = (8 * _K, 32 * _K, 128 * _K)
 MIXTURE_GPUS = (64, 256, 1024)
-MIXTURE_TOKENS = 2**24  # of a step
-_WLB = "wlb-llm"
+_MIXTURE_BATCH = 128  # windows of a step, or 4M tokens if that is more, or 16K tokens for each GPU
+_GPU_TOKENS = 2**14
+_SYSTEMS = (BASELINE, PER_DOCUMENT, BALANCED)
 _TOKENS_PER_WINDOW = 0.0195  # mean length of a document from ``sample_lengths``
 
 
@@ -38,29 +40,26 @@ def documents_of(window: int, batch_tokens: int) -> int:
 def run(settings: Settings) -> Report:
     """Dense models."""
     jobs = [*product(MODELS, WINDOWS, GPUS)]
-    return _report(settings, jobs, (BASELINE, PER_DOCUMENT, BALANCED), BATCH_TOKENS)
+    return _report(settings, jobs, least_batch=1)
 
 
 def mixtures(settings: Settings) -> Report:
     """Mixtures of experts; every system searches its own ep too."""
-    jobs = [*product(MIXTURES, MIXTURE_WINDOWS, MIXTURE_GPUS)]
-    return _report(settings, jobs, (BASELINE, PER_DOCUMENT, _WLB, BALANCED), MIXTURE_TOKENS)
+    return _report(settings, [*product(MIXTURES, MIXTURE_WINDOWS, MIXTURE_GPUS)], _MIXTURE_BATCH)
 
 
-def _report(
-    settings: Settings, jobs: Sequence[tuple[str, int, int]], systems: Sequence[str], batch_tokens: int
-) -> Report:
+def _report(settings: Settings, jobs: Sequence[tuple[str, int, int]], least_batch: int) -> Report:
     rows: list[tuple[Value, ...]] = []
     for model, window, gpus in jobs:
         settings.on_progress(f"{model}, {window // _K}K, {gpus} GPUs")
-        row = _row(settings, model, window, gpus, systems, batch_tokens)
-        rows.append((model, f"{window // _K}K", gpus, *(row or [None] * (len(systems) + 5))))
+        row = _row(settings, model, window, gpus, max(BATCH_TOKENS, least_batch * window, _GPU_TOKENS * gpus))
+        rows.append((model, f"{window // _K}K", gpus, *(row or [None] * 8)))
     columns = (
         Column("model"),
         Column("window"),
         Column("GPUs", "", ".0f"),
         Column("plain-4d loses", "simulated", ".0%"),
-        *(Column(name, "simulated", ".2f") for name in systems[1:]),
+        *(Column(name, "simulated", ".2f") for name in _SYSTEMS[1:]),
         Column("spread of the fastest", "simulated"),
         Column("balanced at equal work", "simulated", ".2f"),
         Column("recommended"),
@@ -70,7 +69,7 @@ def _report(
     kept = [row for row in rows if row[-3] == BASELINE]
     found = [row for row in rows if row[-3] is not None]
     places = [*dict.fromkeys(f"{window // _K}K\n{gpus} GPUs" for _, window, gpus in jobs)]
-    balanced, models = 4 + systems[1:].index(BALANCED), dict.fromkeys(model for model, *_ in jobs)
+    models = dict.fromkeys(model for model, *_ in jobs)
     return Report(
         title="Tokens per second over plain-4d, each system in its own fastest layout: three draws together",
         documents=settings.lengths or "synthetic, as many as fill the steps",
@@ -79,7 +78,7 @@ def _report(
             grouped_bars,
             title="tokens per second over plain-4d, simulated",
             groups=places,
-            series={name: [_number(row[balanced]) for row in rows if row[0] == name] for name in models},
+            series={name: [_number(row[5]) for row in rows if row[0] == name] for name in models},
             label="speedup of balanced over plain-4d",
         ),
         findings=[
@@ -90,15 +89,14 @@ def _report(
             )
         ],
         notes=[
-            f"{batch_tokens:,} tokens a step, H100 preset, seed {settings.seed}; draws are orders of the corpus",
+            f"{BATCH_TOKENS:,} tokens a step, at least {number_of(least_batch, 'window')} and {_GPU_TOKENS:,} tokens for "
+            f"each GPU; H100 preset, seed {settings.seed}; draws are orders of the corpus",
             "no figure: no layout of these GPUs fits the model and the window",
         ],
     )
 
 
-def _row(
-    settings: Settings, model: str, window: int, gpus: int, systems: Sequence[str], batch_tokens: int
-) -> list[Value] | None:
+def _row(settings: Settings, model: str, window: int, gpus: int, batch_tokens: int) -> list[Value] | None:
     """What ``wlb check`` says of a job; None if the model does not fit these GPUs."""
     if settings.lengths is None:
         lengths = sample_lengths(documents_of(window, batch_tokens), window, settings.seed)
@@ -106,11 +104,11 @@ def _row(
         lengths = read_lengths(settings.lengths)
     try:
         space = search_space(model, gpus, window, lengths, batch_tokens=batch_tokens)
-        found = estimate(space, lengths, systems, settings.steps, source="synthetic")
+        found = estimate(space, lengths, _SYSTEMS, settings.steps, source="synthetic")
     except UserError:
         return None
     verdict = found.verdict
-    speeds = [verdict.speed(name) if name in verdict.systems else None for name in systems[1:]]
+    speeds = [verdict.speed(name) if name in verdict.systems else None for name in _SYSTEMS[1:]]
     low, high = verdict.spread(verdict.fastest)
     at_equal_work = verdict.speed_at_equal_work(BALANCED) if BALANCED in verdict.systems else None
     places = [_place(found.searched[name].job) if name in found.searched else None for name in (BASELINE, BALANCED)]

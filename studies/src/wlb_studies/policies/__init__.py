@@ -138,6 +138,8 @@ def _found(
 
 def _attempt(name: str, space: SearchSpace, lengths: NDArray[np.int64], steps: int) -> Outcome | UserError:
     try:
+        if space.shape.experts is not None and not isinstance(POLICIES[name], PresetPolicy):
+            raise UserError("it was published for dense models, not for experts whose ranks meet in every layer")
         return POLICIES[name].best(name, space, lengths, steps)
     except UserError as error:
         return error
