@@ -4,7 +4,7 @@
 
 All ranks run the same number of micro-batches, as ranks that share experts must: they exchange tokens in every layer of
 every micro-batch. ``balance`` divides the documents of a step into such slots, by tokens alone or by work. Simulated:
-tp 1, cp 1, one document never on two ranks, and the least recomputation that fits.
+tp 1, cp 1, one document never on two ranks, micro-batches of up to two windows, and the least recomputation that fits.
 """
 
 import sys
@@ -28,6 +28,7 @@ from wlb.simulate import simulate_step, simulated_job
 from wlb.simulate.filling import global_batches
 from wlb.workload.base import Checkpointing
 
+_WINDOWS = 2  # of a micro-batch, at most
 COLUMNS = {
     "balanced by": "{by}",
     "speed over tokens": "{speed:.2f}x",
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context-window", type=int, default=32_768)
     parser.add_argument("--batch-tokens", type=int, default=2**22)
     parser.add_argument("--lengths", help="document lengths; default: synthetic")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
     options = parser.parse_args(arguments)
     window = options.context_window
     lengths = np.minimum(read_lengths(options.lengths or f"synthetic:60000:{window}:0"), window)
@@ -69,24 +70,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def job_of(model: str, window: int, gpus: int, ep: int) -> Job:
     """The job with the least recomputation that fits. Raises ``UserError`` if none does."""
-    job = simulated_job(model, window, "plain-4d", dp=gpus, ep=ep, weights="kept")
+    packing = {"micro_batch_windows": _WINDOWS, "global_batch": _WINDOWS * gpus}
+    job = simulated_job(model, window, "plain-4d", dp=gpus, ep=ep, weights="kept", packing=packing)
     jobs = (replace(job, activation_checkpointing=kind) for kind in get_args(Checkpointing))
     for one in jobs:
         if fits(one):
             return one
-    raise UserError(f"{model} with micro-batches of {window} tokens does not fit {gpus} GPUs with ep {ep}; raise ep")
+    raise UserError(
+        f"{model} with micro-batches of {_WINDOWS * window} tokens does not fit {gpus} GPUs with ep {ep}; raise ep"
+    )
 
 
 def step_of(job: Job, documents: np.ndarray, by: str) -> tuple[float, int, float]:
     """Seconds of a step of ``documents``, micro-batches of a rank, and the share of the step spent waiting."""
     costs = documents if by == "tokens" else job.workload.document_seconds(documents)
-    divided = balance(documents, ranks=job.layout.dp, max_tokens=job.context_window, costs=costs)
+    divided = balance(documents, ranks=job.layout.dp, max_tokens=job.max_tokens, costs=costs)
     ranks = tuple(
         tuple(MicroBatch(tuple(Segment(one, 0, int(documents[one])) for one in part), 0.0) for part in mine)
         for mine in divided
     )
     count = len(ranks[0])
-    packing = job.packing.changed(global_batch=job.layout.dp * count)
+    packing = job.packing.changed(global_batch=_WINDOWS * job.layout.dp * count)
     step = simulate_step(StepPlan(0, ranks), replace(job, packing=packing))
     return float(step.seconds[0]), count, float(step.where["dp ranks"][0] / step.seconds[0])
 
