@@ -6,7 +6,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -228,15 +228,17 @@ class JobOptions:
         from wlb.job.config import ParallelConfig
         from wlb.schedules.layout import split_layers
         from wlb.sharding import check_group_size
+        from wlb.simulate.space import PINNED
         from wlb.workload import make_workload, model_shape
 
-        pp = 1 if sizes.get("weights") == "gathered" else 4
-        layout = ParallelConfig.of({"pp": pp} | sizes, "parallel").layout
+        pp, ep = 1 if sizes.get("weights") == "gathered" else 4, sizes.get("ep", 1)
+        free = {} if sizes.keys() >= PINNED else {"ep": 1}  # which dp makes it possible
+        layout = ParallelConfig.of({"pp": pp} | sizes | free, "parallel").layout
         check_group_size(layout.cp)
         shape = model_shape(self.model)
         if "pp" in sizes:
             split_layers(shape, layout)
-        make_workload(shape, tp=layout.tp)  # checks that tp divides heads
+        replace(make_workload(shape, tp=layout.tp), ep=ep)  # checks that tp divides heads, and ep experts
 
 
 def _chosen(name: str, option: str, value: str | None, choices: Sequence[str]) -> dict[str, Any]:

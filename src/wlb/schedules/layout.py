@@ -45,7 +45,7 @@ class Layout:
                 raise UserError(f"{name} = {size} is not a group size; it must be at least 1")
         if self.dp_cp * self.tp % self.ep:
             raise UserError(
-                f"ep = {self.ep} does not divide the dp x cp x tp = {self.dp_cp * self.tp} GPUs of a pipeline stage; "
+                f"ep = {self.ep} does not divide the {self.dp_cp * self.tp} GPUs of a pipeline stage (dp x cp x tp); "
                 "choose a divisor"
             )
         if self.dp_cp % self.pool_size:

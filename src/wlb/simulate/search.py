@@ -226,18 +226,23 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     for layout in meshes(space):
         held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
-            for ep in [ep for ep in _expert_groups(space, layout) if given in (None, ep)]:
+            for ep in _expert_groups(space, layout, given):
                 yield replace(layout, schedule=schedule, weights=weights, ep=ep)
                 if pooled and layout.pp > 1 and schedule == "auto":
                     yield replace(layout, schedule="1f1b" if layout.virtual_pp == 1 else "interleaved_1f1b", ep=ep)
 
 
-def _expert_groups(space: SearchSpace, layout: Layout) -> list[int]:
-    """Numbers of GPUs that may share the experts: 1, or 8 to 64 in whole tensor-parallel groups; fewer if all do."""
+def _expert_groups(space: SearchSpace, layout: Layout, given: int | None) -> list[int]:
+    """Numbers of GPUs that may share the experts, in whole tensor-parallel groups.
+
+    The ``given`` one, or else 1 and 8 to 64; fewer than 8 if all GPUs of a stage do.
+    """
     experts, gpus = space.shape.experts, layout.dp_cp * layout.tp
     if experts is None or space.settings.get("profile"):
         return [1]
     sizes = [ep for ep in divisors(experts.count) if gpus % ep == 0 and ep % layout.tp == 0]
+    if given is not None:
+        return [given] if given in {1, *sizes} else []
     return [1, *(ep for ep in sizes if ep > 1 and min(_LEAST_EP, gpus) <= ep <= _MOST_EP)]
 
 
@@ -331,7 +336,7 @@ def _no_division(space: SearchSpace) -> UserError:
     return UserError(
         f"{_given(space)} cannot share {step}: dp must divide the windows and leave each rank at least pp of them, tp "
         f"must divide a node ({space.hardware.node_size} GPUs) and the heads, cp is at most {MOST_RANKS} and pp at "
-        f"most {_LARGEST_PP}; give another number of --gpus or another --batch-tokens{_or_free(space)}"
+        f"most {_LARGEST_PP}, ep must be 1 or a multiple of tp that divides a stage; give another number of --gpus or another --batch-tokens{_or_free(space)}"
     )
 
 

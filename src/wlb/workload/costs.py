@@ -126,8 +126,9 @@ class Costs:
             self.profile.check(self.shape)
 
     def _check_experts(self) -> None:
-        count = self.shape.experts.count if self.shape.experts else 0
-        if self.ep > count or count % self.ep:
+        if self.shape.experts is None:
+            raise UserError(f"ep = {self.ep} shares experts, and the model has none; leave ep out")
+        if (count := self.shape.experts.count) % self.ep:
             raise UserError(f"ep = {self.ep} does not divide the model's {count} experts; choose a divisor, or 1")
         if self.ep % self.tp and self.tp % self.ep:
             raise UserError(f"ep = {self.ep} is neither a multiple nor a divisor of tp = {self.tp}; change one of them")
