@@ -336,7 +336,8 @@ def _no_division(space: SearchSpace) -> UserError:
     return UserError(
         f"{_given(space)} cannot share {step}: dp must divide the windows and leave each rank at least pp of them, tp "
         f"must divide a node ({space.hardware.node_size} GPUs) and the heads, cp is at most {MOST_RANKS} and pp at "
-        f"most {_LARGEST_PP}, ep must be 1 or a multiple of tp that divides a stage; give another number of --gpus or another --batch-tokens{_or_free(space)}"
+        f"most {_LARGEST_PP}, ep must be 1 or a multiple of tp that divides a stage; give another number of --gpus or "
+        f"another --batch-tokens{_or_free(space)}"
     )
 
 

@@ -89,8 +89,8 @@ def _report(settings: Settings, jobs: Sequence[tuple[str, int, int]], least_batc
             )
         ],
         notes=[
-            f"{BATCH_TOKENS:,} tokens a step, at least {number_of(least_batch, 'window')} and {_GPU_TOKENS:,} a GPU; H100 "
-            f"preset, seed {settings.seed}; draws are orders of the corpus",
+            f"{BATCH_TOKENS:,} tokens a step, at least {number_of(least_batch, 'window')} and {_GPU_TOKENS:,} a GPU; "
+            f"H100 preset, seed {settings.seed}; draws are orders of the corpus",
             "no figure: no layout of these GPUs fits the model and the window",
         ],
     )

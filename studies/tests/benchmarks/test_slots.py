@@ -20,6 +20,6 @@ def test_slots_by_work_wait_less_and_mistakes_are_named(tmp_path: Path, capsys):
 
 def test_all_ranks_run_equally_many_micro_batches():
     job = slots.job_of("qwen3-30b-a3b", 32_768, 16, 8)
-    _, count, waiting = slots.step_of(job, np.full(64, 16_384), "work")
+    _, count, waiting = slots.step_of(job, np.full(128, 16_384), "work")
     assert count == 2
     assert waiting < 1e-9
