@@ -72,7 +72,9 @@ def test_plan_sharder_and_simulator_give_one_price(preset, layout, measured):
     np.testing.assert_allclose([plan.imbalance for plan in plans], imbalance, rtol=1e-3)
     for micro_batch in micro_batches[:4]:
         if micro_batch.segments and not micro_batch.ranks and not micro_batch.is_slice:
-            sharded = make_shard_plan(micro_batch.lengths, job.layout.cp, job.sharding.strategy, workload=job.costs)
+            sharded = make_shard_plan(
+                micro_batch.lengths, job.layout.pool_size, job.sharding.strategy, workload=job.costs
+            )
             assert shard_latency(sharded, job.costs).slowest == pytest.approx(micro_batch.workload, rel=1e-3)
 
 

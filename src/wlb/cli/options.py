@@ -238,7 +238,10 @@ class JobOptions:
         shape = model_shape(self.model)
         if "pp" in sizes:
             split_layers(shape, layout)
-        replace(make_workload(shape, tp=layout.tp), ep=ep)  # checks that tp divides heads, and ep experts
+        if self.profile is None:
+            replace(make_workload(shape, tp=layout.tp), ep=ep)  # checks that tp divides heads, and ep experts
+        elif ep > 1:
+            raise UserError(f"ep = {ep}: a profile measures all experts on one GPU; leave ep or the profile out")
 
 
 def _chosen(name: str, option: str, value: str | None, choices: Sequence[str]) -> dict[str, Any]:

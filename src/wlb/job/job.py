@@ -263,7 +263,8 @@ class Job:
         if self.slices_documents:
             document = 1 / self.rank_micro_batches + QUERY_TILE / self.context_window
             return max(share, min(1.0, max(_MOST_OF_MEAN * share, document)))
-        held_by = self.layout.pool_size / MOST_RANKS if self.levels_steps else 1.0  # MOST_RANKS may share a document
+        most = MOST_RANKS // self.layout.ep_ranks * self.layout.ep_ranks  # ranks that may share a document
+        held_by = self.layout.pool_size / most if self.levels_steps else 1.0
         return max(1.0, held_by, share)
 
     @property
@@ -298,7 +299,7 @@ class Job:
     @property
     def packing_prices(self) -> DocumentPrices:
         """The prices for packing: ``packed_by`` or W_a + W_l; in level steps, of documents on any number of ranks."""
-        groups = self.layout.pool_size // self.layout.ep_ranks
+        groups = max(1, self.layout.pool_size // self.layout.ep_ranks)
         level = LevelPrices(self.costs, -(-self.max_tokens // groups)) if self.levels_steps else None
         return self._phased(self.packed_by or level or self.workload)
 
@@ -391,11 +392,11 @@ class Job:
     def _check_expert_groups(self) -> None:
         """Raise ``UserError`` if a pool splits ranks that share experts, which exchange tokens in every layer."""
         size, together = self.layout.pool_size, self.layout.ep_ranks
-        said = f"ep = {self.layout.ep} GPUs share experts, {together} ranks of tp = {self.layout.tp}"
+        said = f"the {together} ranks that share experts (ep = {self.layout.ep}, tp = {self.layout.tp})"
+        if not self.packing.is_balanced and size % together and together % size:
+            raise UserError(f"cp = {size} and {said} do not divide each other; change one of the sizes")
         if self.packing.is_balanced and self.layout.pool is not None and size % together:
-            raise UserError(f"pool = {size} splits groups of ranks: {said}; give a multiple of {together}")
-        if size % together and together % size:
-            raise UserError(f"cp = {size} is neither a multiple nor a divisor of them: {said}; change one of the sizes")
+            raise UserError(f"pool = {size} splits {said}; give a multiple of {together}")
 
     def _check_level_steps(self) -> None:
         layout = self.layout

@@ -81,9 +81,8 @@ class JobCosts:
     def _of_block(self, bytes_per_weight: int) -> float:
         """Seconds of the collectives of a block; experts are divided over every ep-th GPU of the stage."""
         (experts, others), layout = self._own_block_weights, self.layout
-        ep = layout.ep_ranks * layout.tp
-        sharing = layout.dp_cp * layout.tp // ep
-        of_experts = self._over_shards(experts * bytes_per_weight, sharing, ep) if experts else 0.0
+        sharing = layout.dp_cp // layout.ep_ranks
+        of_experts = self._over_shards(experts * bytes_per_weight, sharing, layout.ep) if experts else 0.0
         return of_experts + self._over_shards(others * bytes_per_weight)
 
     def _over_shards(self, whole_bytes: float, ranks: int | None = None, stride: int | None = None) -> float:

@@ -133,7 +133,10 @@ class Packed:
         self._known: dict[tuple[Costs, Checkpointing], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 
     @classmethod
-    def of_plan(cls, plan: StepPlan) -> Self:
+    def of_plan(cls, plan: StepPlan, *, whole: bool = False) -> Self:
+        """The micro-batches of ``plan``, or the ``whole`` step as one."""
+        if whole:
+            return cls(plan.table[:, 2], np.zeros(len(plan.table), np.int64), 1)
         counts = [len(part.segments) for part in plan.micro_batches]
         lengths = [segment.length for part in plan.micro_batches for segment in part.segments]
         return cls(np.array(lengths, np.int64), np.repeat(np.arange(len(counts)), counts), len(counts))
@@ -177,8 +180,9 @@ def fastest_first(
     while waiting:
         best = heappop(waiting)
         job = best.job
-        of_layout = replace(job.layout, pool=None, weights="auto"), job.activation_checkpointing
-        alike = of_layout, job.layout.pool, job.packing.grouping
+        layout, packing = replace(job.layout, pool=None, weights="auto"), job.packing
+        of_layout = layout, packing.micro_batch_windows, job.activation_checkpointing
+        alike = of_layout, job.layout.pool, packing.grouping
         # The margin of the first rate leaves room enough to be near.
         wanted = most_seconds * (1 - near if best.rounds == 1 else 1)
         if best.seconds > wanted or of_layout in behind or alike in behind:

@@ -74,7 +74,7 @@ def fastest(
         measured = {"tp"} if space.settings.get("profile") else set()
         sizes = {name: size for name, size in sizes.items() if name in measured or not space.layout}
         sizes.pop("weights", None)
-        space = replace(space, checkpointing=None, micro_batch_windows=1)
+        space = replace(space, checkpointing=None, micro_batch_windows=None)
     space = replace(space, fixed=tuple(sizes.items()))
     return fastest_layout(space, lengths, VARIANTS.get(system, system), on_progress=on_progress)
 

@@ -28,8 +28,8 @@ class SimulationResult(Rate):
     ``imbalance`` is as in ``Steps``. ``token_delay`` is the mean number of steps that a token waited, ``tokens_cv`` the
     coefficient of variation of tokens per step. ``attention_kept`` is the computed share of the query-key pairs of
     documents. ``epochs`` is the number of passes over the documents; from 2 on, documents were repeated. In level steps
-    all documents over ``alone_tokens`` tokens were shared, by up to ``sharing_ranks`` ranks; more than those that share
-    experts, and so every micro-batch. ``runs`` is the number of
+    all documents over ``alone_tokens`` tokens were shared, by up to ``sharing_ranks`` ranks. (Ranks that share
+    experts share all their micro-batches; they do not count.) ``runs`` is the number of
     micro-batches that the mean rank runs in a step.
     """
 

@@ -55,6 +55,7 @@ _POOLS_FAR = 0.1  # behind the best: more stages per pipeline rank do not catch 
 _BOUNDED = 4  # steps for bounds
 _LARGEST_TP = 32
 _LEAST_EP, _MOST_EP = 8, 64
+_MOST_TOKENS = 65_536  # of a micro-batch with several windows, where nobody says
 _LARGEST_PP = 32
 _STAGES_PER_RANK = (1, 2, 4, 8)
 
@@ -97,21 +98,24 @@ def fastest_layout(
     jobs = [*_jobs(space, preset)]
     if not jobs:
         raise _no_division(space)
-    plans, prices = _packed(jobs[0], lengths), jobs[0].work_prices
-    work = float(segment_seconds(prices, np.concatenate([plan.table for plan in plans])).sum())
-    packed = [Packed.of_plan(plan) for plan in plans]
+    prices, balanced = jobs[0].work_prices, jobs[0].packing.is_balanced
+    # Layouts differ in packing by the windows of a micro-batch, and pools by more: those may hold all documents.
+    of_windows = {job.packing.micro_batch_windows: job for job in jobs}
+    plans = {windows: _packed(job, lengths) for windows, job in of_windows.items()}
+    packed = {windows: [Packed.of_plan(one, whole=balanced) for one in found] for windows, found in plans.items()}
+    work = float(segment_seconds(prices, np.concatenate([plan.table for plan in plans[min(plans)]])).sum())
     kinds = get_args(Checkpointing) if space.checkpointing is None else [space.checkpointing]
-    near = _POOLS_NEAR if jobs[0].packing.is_balanced else _NEAR
+    near = _POOLS_NEAR if balanced else _NEAR
     tried, simulated, best = 0, dict[int, Choice](), 0.0
-    roomy: list[Layout] = []  # less memory gains nothing there
+    roomy = set[tuple[Layout, int]]()  # less memory gains nothing there
 
     def choices(job: Job) -> Iterator[Bounded]:
         if job.packing.is_balanced:
             yield from () if _gains_little(job, simulated.values()) else pool_choices(job, lengths)
-        elif job.layout not in roomy:
+        elif (alike := (job.layout, job.packing.micro_batch_windows)) not in roomy:
             fitting = _with_room(job)
             if fitting.packing.max_length_factor == job.packing.max_length_factor and holds(fitting):
-                roomy.append(job.layout)
+                roomy.add(alike)
             yield 0.0, fitting
 
     def told(choice: Choice) -> None:
@@ -123,7 +127,7 @@ def fastest_layout(
 
     of_kinds = (replace(job, activation_checkpointing=kind) for job, kind in product(jobs, kinds))
     waiting = [
-        Choice.open(job, least_seconds(job, packed) / work, number, _turn(job))
+        Choice.open(job, least_seconds(job, packed[job.packing.micro_batch_windows]) / work, number, _turn(job))
         for number, job in enumerate(with_stages(job, lengths) for job in of_kinds)
     ]
     nearest = [
@@ -157,7 +161,8 @@ def drawn(job: Job, draw: int) -> Job:
 def least_seconds(job: Job, steps: Sequence[Packed]) -> float:
     """A lower bound on the seconds that ``job`` takes for ``steps``, which are not dealt to ranks yet.
 
-    The busiest pipeline rank computes its share of all micro-batches without communication or waiting for peers. If
+    The busiest pipeline rank computes its share of all micro-batches, with the collectives of tensor and expert
+    parallelism, and waits for no peer. If
     packing or dealing depends on prices, and so on the layout, data-parallel ranks share the work evenly; else each has
     the micro-batches that it is dealt, and a named schedule fills and drains its pipeline.
     """
@@ -250,14 +255,22 @@ def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
     """``preset`` in every layout that can run the global batch."""
     packing, _ = preset_sections(preset, {})
     pooled = packing.is_balanced
-    together = space.micro_batch_windows if packing.reads("micro_batch_windows") else 1
-    for layout in _layouts(space, pooled=pooled):
+    windows = _micro_batch_windows(space) if packing.reads("micro_batch_windows") else [1]
+    for layout, together in product(_layouts(space, pooled=pooled), windows):
         each, rest = divmod(space.global_batch, layout.dp * together)
         if not pooled and (rest or each < layout.pp):
             continue
         job = job_on(space, preset, layout, **{"micro_batch_windows": together} if together > 1 else {})
         if job is not None:
             yield job
+
+
+def _micro_batch_windows(space: SearchSpace) -> list[int]:
+    """The numbers of windows in a micro-batch to try: those given, else one; experts also gain from more tokens."""
+    if space.micro_batch_windows is not None:
+        return [space.micro_batch_windows]
+    most = 1 if space.shape.experts is None else max(1, _MOST_TOKENS // space.context_window)
+    return [windows for windows in (1, 2, 4, 8) if windows <= most]
 
 
 def job_on(space: SearchSpace, system: str, layout: Layout, **packing: Any) -> Job | None:

@@ -30,7 +30,8 @@ class SearchSpace:
 
     ``global_batch`` counts context windows. Only layouts with the ``fixed`` sizes (fields of
     ``Layout``) are tried, and only the given activation ``checkpointing``. Packers that fill windows put
-    ``micro_batch_windows`` of them into a micro-batch. ``settings`` are further fields of every ``Job``, such as a
+    ``micro_batch_windows`` of them into a micro-batch; None means one or, with experts, as many as are fastest.
+    ``settings`` are further fields of every ``Job``, such as a
     profile. ``priced_by`` names the model, or the profile, and the hardware; ``assumed`` are the defaults used.
     """
 
@@ -41,7 +42,7 @@ class SearchSpace:
     global_batch: int
     fixed: tuple[tuple[str, int | str], ...] = ()
     checkpointing: Checkpointing | None = None
-    micro_batch_windows: int = 1
+    micro_batch_windows: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
     priced_by: Mapping[str, str] = field(default_factory=dict, hash=False)
     assumed: tuple[str, ...] = ()
@@ -59,7 +60,7 @@ class SearchSpace:
     @property
     def given(self) -> frozenset[str]:
         """What describes a job that runs already: a whole layout, or settings that nobody would search for."""
-        settings = {"checkpointing": self.checkpointing, "micro_batch_windows": self.micro_batch_windows > 1}
+        settings = {"checkpointing": self.checkpointing, "micro_batch_windows": (self.micro_batch_windows or 1) > 1}
         layout = {"layout"} if self.layout else {"weights"} & {*dict(self.fixed)}
         return frozenset({name for name, value in settings.items() if value} | layout)
 
@@ -87,7 +88,7 @@ class SearchSpace:
             return
         if layout.world_size != self.gpus:
             raise UserError(f"--gpus {self.gpus} contradicts {sizes}; leave out --gpus, or one of the sizes")
-        windows, least, together = self.global_batch, layout.dp * layout.pp, self.micro_batch_windows
+        windows, least, together = self.global_batch, layout.dp * layout.pp, self.micro_batch_windows or 1
         if together > 1 and (windows % (layout.dp * together) or windows < least * together):
             raise UserError(
                 f"a global batch of {windows} windows cannot be dealt to --dp {layout.dp} ranks, --pp {layout.pp} "
@@ -171,7 +172,7 @@ def search_space(
         global_batch,
         tuple(fixed.items()),
         checkpointing,
-        windows,
+        windows if micro_batch_tokens else None,
         {"profile": profile} if profile else {},
         named | {"hardware": str(hardware)},
         tuple(assumed),

@@ -91,13 +91,13 @@ class Costs:
     ``recomputed`` activations a backward includes recomputation. A ``profile`` was measured on one GPU, or on one of a
     tensor-parallel group of its own size; it is scaled to ``tp``.
 
-    Under expert parallelism ``ep`` GPUs divide the experts of every block: groups of GPUs in a row, of several
-    tensor-parallel groups or a part of one (Megatron's folding, arXiv 2504.14960). Every token goes to the GPUs of its
+    Under expert parallelism ``ep`` GPUs in a row, of one or several tensor-parallel groups, divide the experts of every
+    block (Megatron's folding, arXiv 2504.14960, with expert tensor parallelism 1). Every token goes to the GPUs of its
     experts and back, in two all-to-alls a pass; ``exposed_exchange`` is the share that computing does not hide. The
     busiest GPU has ``expert_imbalance`` times the tokens of the mean one.
 
-    Raises ``UserError`` if ``tp``, ``cp`` or ``ep`` is below 1, ``tp`` does not divide the heads or ``ep`` the experts,
-    and for a profile of another model.
+    Raises ``UserError`` if ``tp``, ``cp`` or ``ep`` is below 1, if ``tp`` does not divide the heads or ``ep`` the
+    experts, and for a profile of another model.
     """
 
     shape: ModelShape
@@ -130,8 +130,10 @@ class Costs:
             raise UserError(f"ep = {self.ep} shares experts, and the model has none; leave ep out")
         if (count := self.shape.experts.count) % self.ep:
             raise UserError(f"ep = {self.ep} does not divide the model's {count} experts; choose a divisor, or 1")
-        if self.ep % self.tp and self.tp % self.ep:
-            raise UserError(f"ep = {self.ep} is neither a multiple nor a divisor of tp = {self.tp}; change one of them")
+        if self.ep % self.tp:
+            raise UserError(
+                f"ep = {self.ep} is no multiple of tp = {self.tp}, whose GPUs hold whole experts; change one"
+            )
         if self.profile is not None:
             raise UserError(f"ep = {self.ep}: a profile measures all experts on one GPU; leave ep or the profile out")
 
@@ -213,7 +215,8 @@ class Costs:
         if self.tp == 1:
             return np.zeros(count.shape)
         link = group_link(self.hardware, "all_gather", self.tp, stride=1)
-        layers = self.shape.layers + _ENDS
+        routed = routed_layers(self.shape) if self.ep > 1 else 0  # experts take and return shares of the sequence
+        layers = self.shape.layers - routed / 2 + _ENDS
         values = 4.0 * self.shape.hidden * self.hardware.bytes_per_value
         token_seconds = shard_bytes(layers * values, self.tp) / link.bandwidth
         return np.where(count > 0, layers * 4 * link.latency + token_seconds * count, 0.0)

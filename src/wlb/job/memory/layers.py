@@ -62,6 +62,7 @@ class LayerMemory:
         self.rows = rows
         self.exchange = exchange or _largest_exchange(job, rows)
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
+        self.busiest = job.costs.expert_imbalance if job.layout.ep > 1 else 1.0  # rows of experts, over the mean GPU's
         self.query = shape.heads * shape.head_dim // tp
         self.key_value = shape.kv_heads * (shape.head_dim + shape.value_dim) // tp
         self.out = shape.heads * shape.value_dim // tp
@@ -93,7 +94,8 @@ class LayerMemory:
         received = self.exchange.kept * self.exchanged * self.compute
         kept_attention = attention_out + self.log_sum_exp + received
         projected = self._projected()
-        wide = rows * (feed_forward_width(shape, kind) // tp) * self.compute
+        busiest = self.busiest if kind.routed else 1.0
+        wide = math.ceil(busiest * rows) * (feed_forward_width(shape, kind) // tp) * self.compute
         routed = self._routed() if kind.routed else 0
         everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide + routed
         last_half = self.norm + self.gathered + 4 * wide + routed  # released before attention's backward begins
@@ -111,7 +113,7 @@ class LayerMemory:
             2 * self.stream + 2 * attention_out + projected + work_backward - last_half + 3 * matrix,
         )
         experts = self._own_experts() if kind.routed else 0
-        others = block_weights(shape, kind) - experts * max(self.job.layout.ep, tp)
+        others = block_weights(shape, kind) - experts * self.job.layout.ep
         weights = -(-others // tp) + experts + 2 * shape.hidden
         if self.job.activation_checkpointing == "none":
             forward = max(everything + 3 * self.stream + self.partial_sums, attending)
@@ -128,7 +130,7 @@ class LayerMemory:
     def _own_experts(self) -> int:
         """Weights of the experts of a block on this GPU, if a group of them shares all; else 0."""
         shape, layout = self.job.shape, self.job.layout
-        return 0 if layout.ep == 1 else expert_weights(shape) // (routed_layers(shape) * max(layout.ep, layout.tp))
+        return 0 if layout.ep == 1 else expert_weights(shape) // (routed_layers(shape) * layout.ep)
 
     def _projected(self) -> int:
         """What the projections of attention leave for the backward."""
@@ -144,8 +146,7 @@ class LayerMemory:
         """
         shape, experts = self.job.shape, self.job.shape.experts
         assert experts is not None
-        busiest = self.job.costs.expert_imbalance if self.job.layout.ep > 1 else 1.0
-        rows = math.ceil(busiest * self.rows / self.job.layout.tp)
+        rows = math.ceil(self.busiest * self.rows / self.job.layout.tp)
         return rows * (2 * experts.active * shape.hidden * self.compute + experts.count * self.master)
 
     def _attention_work(self) -> tuple[int, int]:
