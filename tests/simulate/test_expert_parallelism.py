@@ -177,10 +177,11 @@ def test_groups_of_ranks_are_planned_as_one_rank():
     slow = tuple(1.0 - 0.1 * (rank == 5) for rank in range(16))
     one = replace(level_job(dp=16, ep=4), speeds=slow)
     assert one.stage_ranks == StageRanks(4, 2, 1, (1.0, 0.9, 1.0, 1.0), 4)
-    assert cast(LevelPrices, one.packing_prices).max_tokens == -(-one.max_tokens // 4)
+    prices = cast(LevelPrices, one.packing_prices)
+    assert prices.max_tokens == -(-one.max_tokens // 4)
     free = routed_job("balanced", dp=16, ep=4)
     assert {choice.layout.pool_size for _, choice in pool_choices(free, documents())} == {4, 8, 16}
-    huge = level_groups([80 * 2**14, 100, 100], 2**14, one.packing_prices, StageRanks(100, 1, together=6))
+    huge = level_groups([80 * 2**14, 100, 100], 2**14, prices, StageRanks(100, 1, together=6))
     assert max(len(group.ranks) for group in huge) == 85 * 6
 
 
