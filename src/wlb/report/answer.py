@@ -13,7 +13,7 @@ from wlb.terminal import number_of
 HOST_SECONDS = 1e-3
 
 _STACKS = {
-    BASELINE: "every micro-batch is one window, and documents are cut to fill it; cp ranks share each window as one "
+    BASELINE: "micro-batches are windows of one length, which documents are cut to fill; cp ranks share each as one "
     "sequence (torch, torchtitan)",
     PER_DOCUMENT: "the same packing, but cp ranks share each document (Megatron-Core, Transformer Engine)",
 }
@@ -82,6 +82,9 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
         rows["ep"] = [f"{one.ep}" for one in layouts]
     if any(one.virtual_pp > 1 for one in layouts):
         rows["stages per pipeline rank"] = [f"{one.virtual_pp}" for one in layouts]
+    windows = [system.job.packing.micro_batch_windows for system in systems.values()]
+    if max(windows) > 1:
+        rows["windows of a micro-batch"] = [f"{one}" for one in windows]
     if any(one.pp == 1 for one in layouts):
         rows["weights"] = ["kept" if one.keeps_weights else "gathered" for one in layouts]
     rows["activation checkpointing"] = [system.job.activation_checkpointing for system in systems.values()]
