@@ -142,6 +142,10 @@ def test_level_rounds_train_every_document_once_on_whole_groups(ep: int, tp: int
             groups = np.unique(np.array(part.ranks) // together)
             assert part.ranks == tuple((groups[:, None] * together + np.arange(together)).ravel().tolist())
             assert part.tokens <= one.max_tokens * len(part.ranks) / one.layout.pool_size + len(part.ranks)
+        rounds = [[place for place, part in enumerate(plan.micro_batches) if rank in part.ranks] for rank in range(dp)]
+        for first in range(0, dp, together):  # all ranks of a group have the same rounds, and so the same last one
+            assert rounds[first]
+            assert rounds[first : first + together] == [rounds[first]] * together
     assert len(trained) == len(set(trained))
     assert fits(one)
 

@@ -119,7 +119,8 @@ def _row(settings: Settings, model: str, window: int, gpus: int, batch_tokens: i
 def _place(job: Job) -> str:
     grouping = f" {job.packing.grouping}" if job.packing.is_balanced else ""
     again = "" if job.activation_checkpointing == "none" else f", recomputes {job.activation_checkpointing}"
-    return f"{layout_of(job)}{grouping}{again}"
+    several = f", {windows} windows a micro-batch" if (windows := job.packing.micro_batch_windows) > 1 else ""
+    return f"{layout_of(job)}{grouping}{several}{again}"
 
 
 def _number(value: Value) -> float | None:
