@@ -6,8 +6,10 @@ import platform
 import resource
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -105,7 +107,8 @@ def test_a_hopper_gpu_without_flash_attention_3_is_told(monkeypatch):
     assert attention_note(torch.bfloat16, CUDA) is attention_note(torch.bfloat16, CPU) is None
 
 
-def _faults_of_large_tensors() -> int:
+def _faults_of_a_large_tensor() -> float:
+    """The median: something else in the process may take a part of what one tensor freed."""
     for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]:
         del os.environ[name]
     keep_freed_memory()
@@ -113,12 +116,12 @@ def _faults_of_large_tensors() -> int:
     for _ in range(20):
         torch.ones(2**24)  # 64 MiB, or 16,384 pages
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-    return faults[-1] - faults[-10]
+    return median(after - before for before, after in pairwise(faults[-10:]))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no mallopt")
 def test_what_large_tensors_free_is_kept():
-    assert run_ranks(1, _faults_of_large_tensors)[0] < 50
+    assert run_ranks(1, _faults_of_a_large_tensor)[0] < 50
 
 
 def test_a_store_of_another_tokenizer_is_told(tmp_path: Path) -> None:

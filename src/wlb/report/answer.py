@@ -37,6 +37,7 @@ def about(found: Estimate) -> list[str]:
         f"{number_of(verdict.steps, 'step')} per shuffle after {number_of(verdict.warm_up, 'warm-up step')}",
         *(["defaults used: " + ", ".join(space.assumed)] if space.assumed else []),
         *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
+        *_of_experts(verdict),
         *(f"{name} is left out: {why}" for name, why in found.left_out.items()),
         *([f"over the memory of these GPUs, which the figures ignore: {', '.join(too_large)}"] if too_large else []),
         *_host_bound(verdict),
@@ -48,6 +49,18 @@ def too_few(passes: int) -> str:
     """The line for a corpus that does not fill the steps."""
     often = "twice" if passes == 2 else f"up to {passes} times"
     return f"Small corpus: documents reused {often}; treat the result as rough."
+
+
+def _of_experts(verdict: Verdict) -> list[str]:
+    """The line for layouts with expert parallelism: what is assumed."""
+    jobs = [system.job for system in verdict.systems.values() if system.job.layout.ep > 1]
+    if not jobs:
+        return []
+    software = jobs[0].software
+    return [
+        f"experts: the busiest GPU of a group has {software.expert_imbalance:g} times the tokens of the mean one "
+        f"(assumed), and {software.exposed_exchange:.0%} of the exchange of tokens is not overlapped"
+    ]
 
 
 def _host_bound(verdict: Verdict) -> list[str]:
