@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from wlb.documents.prepare.sources import FileCorpus
     from wlb.simulate.space import SearchSpace
+    from wlb.workload.profile import WorkloadProfile
 
 MOST_STEPS = 1_000_000  # of a simulation: days of computing
 DEFAULT_MODEL = "llama3-8b"
@@ -194,7 +195,6 @@ class JobOptions:
 
         sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
         weights = _chosen("weights", "--sharding", self.sharding, ("kept", "gathered"))
-        self._check_sizes(sizes | weights)
         pinned = self.gpus is None and sizes.keys() >= PINNED
         stated: dict[str, object] = {"model": self.model, "hardware": self.hardware}
         measured = None
@@ -204,6 +204,7 @@ class JobOptions:
             measured = read_profile(self.profile)
             sizes |= {"tp": measured.tp}
             del stated["model"]
+        self._check_sizes(sizes | weights, measured)
         gpus = together = math.prod(sizes.get(name, 1) for name in PINNED)
         if not pinned:
             stated["gpus"] = gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
@@ -223,7 +224,7 @@ class JobOptions:
         )
 
     @settings_as_options()
-    def _check_sizes(self, sizes: dict[str, Any]) -> None:
+    def _check_sizes(self, sizes: dict[str, Any], measured: "WorkloadProfile | None") -> None:
         """Raise ``UserError`` for an impossible layout."""
         from wlb.job.config import ParallelConfig
         from wlb.schedules.layout import split_layers
@@ -235,13 +236,12 @@ class JobOptions:
         free = {} if sizes.keys() >= PINNED else {"ep": 1}  # which dp makes it possible
         layout = ParallelConfig.of({"pp": pp} | sizes | free, "parallel").layout
         check_group_size(layout.cp)
-        shape = model_shape(self.model)
+        shape = measured.model if measured else model_shape(self.model)
         if "pp" in sizes:
             split_layers(shape, layout)
-        if self.profile is None:
-            replace(make_workload(shape, tp=layout.tp), ep=ep)  # checks that tp divides heads, and ep experts
-        elif ep > 1:
-            raise UserError(f"ep = {ep}: a profile measures all experts on one GPU; leave ep or the profile out")
+        replace(
+            make_workload(shape, tp=layout.tp, profile=measured), ep=ep
+        )  # checks that they divide heads and experts
 
 
 def _chosen(name: str, option: str, value: str | None, choices: Sequence[str]) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def fastest_layout(
     if not jobs:
         raise _no_division(space)
     prices, balanced = jobs[0].work_prices, jobs[0].packing.is_balanced
-    # Layouts differ in packing by the windows of a micro-batch, and pools by more: those may hold all documents.
+    # A bound depends on the windows of a micro-batch; a pool may hold all documents of a step in one.
     of_windows = {job.packing.micro_batch_windows: job for job in jobs}
     plans = {windows: _packed(job, lengths) for windows, job in of_windows.items()}
     packed = {windows: [Packed.of_plan(one, whole=balanced) for one in found] for windows, found in plans.items()}
@@ -243,9 +243,8 @@ def _expert_groups(space: SearchSpace, layout: Layout, given: int | None) -> lis
     The ``given`` one, or else 1 and 8 to 64; fewer than 8 if all GPUs of a stage do.
     """
     experts, gpus = space.shape.experts, layout.dp_cp * layout.tp
-    if experts is None or space.settings.get("profile"):
-        return [1]
-    sizes = [ep for ep in divisors(experts.count) if gpus % ep == 0 and ep % layout.tp == 0]
+    count = experts.count if experts and not space.settings.get("profile") else 1
+    sizes = [ep for ep in divisors(count) if gpus % ep == 0 and ep % layout.tp == 0]
     if given is not None:
         return [given] if given in {1, *sizes} else []
     return [1, *(ep for ep in sizes if ep > 1 and min(_LEAST_EP, gpus) <= ep <= _MOST_EP)]

@@ -298,18 +298,13 @@ class Costs:
     @property
     def own_weights(self) -> float:
         """Weights of all blocks on a tensor-parallel group, of the experts only its own."""
-        others = expert_weights(self.shape) * (1 - self._experts_share)
+        others = expert_weights(self.shape) * (1 - 1 / self.ep_ranks)
         return self.shape.layers * mean_block_weights(self.shape) - others
 
     @property
     def ep_ranks(self) -> int:
         """The tensor-parallel groups that share the experts."""
         return max(1, self.ep // self.tp)
-
-    @property
-    def _experts_share(self) -> float:
-        """The share of all experts on a tensor-parallel group."""
-        return 1 / self.ep_ranks
 
     @cached_property
     def _token_seconds(self) -> float:
@@ -357,7 +352,7 @@ class Costs:
             head_token=factor * head_flops / gemm_rate + loss_seconds,
             block_products=factor * block_flops / gemm_rate,
             head_products=factor * head_flops / gemm_rate,
-            experts=factor * 2.0 * _EXPERT_TOKENS * expert_weights(shape) * self._experts_share / gemm_rate,
+            experts=factor * 2.0 * _EXPERT_TOKENS * expert_weights(shape) / self.ep_ranks / gemm_rate,
             expert_token=factor * (_grouping_flops(shape) + routed_flops_per_token(shape)) / gemm_rate,
         )
 
