@@ -13,7 +13,7 @@ import torch
 from wlb.errors import UserError
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig, check_built
-from wlb.workload.shapes import Experts, LatentAttention, ModelShape
+from wlb.workload.shapes import LatentAttention, ModelShape
 
 SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=40)
 CONFIG = TransformerConfig(SHAPE)
@@ -50,10 +50,9 @@ def test_what_is_only_priced_is_not_built() -> None:
     check_built(replace(SHAPE, sliding_window=8, full_attention_layers=1))
     priced: list[dict[str, Any]] = [
         {"sliding_window": 8, "full_attention_every": 2},
-        {"experts": Experts(4, 2, 16)},
         {"kv_heads": 4, "latent": LatentAttention(0, 8, 4, 16)},
     ]
-    message = r"can be priced and simulated but not trained or profiled; choose a dense model.*balanced"
+    message = r"can be priced and simulated but not trained or profiled; choose a model.*balanced"
     for variant in priced:
         with pytest.raises(UserError, match=message):
             check_built(replace(SHAPE, **variant))

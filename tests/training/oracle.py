@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from wlb.attention import segment_attention
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config import JobConfig
+from wlb.models.experts import Routing, end_step, mixtures
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.packing.plan import MicroBatch, StepPlan
@@ -27,14 +28,20 @@ def losses_of_single_documents(config: JobConfig, plans: Sequence[StepPlan]) -> 
     model = Transformer(model_config).double()
     initialise_weights(model, layers=model_config.shape.layers, seed=config.training.seed)
     optimizer = build_optimizer(model, config.training)
+    mixed, training = mixtures([model]), config.training
+    for mixture in mixed.values():
+        mixture.reset_state()
     losses = []
     for step, plan in enumerate(plans, start=1):
         optimizer.zero_grad()
         loss_tokens, total = labels_of_segments([*plan.segments], store).sum(), 0.0
+        routed = []
         for segment in plan.segments:
             batch = make_batch(MicroBatch((segment,), 0.0), store)
             attend = partial(segment_attention, segment_lengths=batch.segment_lengths, backend="reference")
-            scores = model(batch.tokens, batch.position_ids, attend)
+            weights = training.balance_loss / plan.tokens, training.router_z_loss / plan.tokens
+            routed.append(Routing(segment.length, *weights))
+            scores = model(batch.tokens, batch.position_ids, attend, routed[-1])
             loss = F.cross_entropy(scores, batch.labels, reduction="sum") / loss_tokens
             loss.backward()
             total += loss.item()
@@ -42,6 +49,8 @@ def losses_of_single_documents(config: JobConfig, plans: Sequence[StepPlan]) -> 
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, config.training)
         optimizer.step()
+        if mixed:
+            end_step(mixed, routed, model_config.shape, torch.device("cpu"), training.router_bias_rate)
         losses.append(total)
     return losses
 

@@ -128,6 +128,14 @@ class ModelConfig(Section):
     kv_heads: PositiveInt | None = Field(None, description="Key/value heads")
     head_dim: PositiveInt | None = Field(None, description="Width of a head; default: the preset's, or hidden / heads")
     ffn_hidden: PositiveInt | None = Field(None, description="Width of the feed-forward layer")
+    experts: PositiveInt | None = Field(None, description="Experts of a block; default: the preset's")
+    experts_per_token: PositiveInt | None = Field(None, description="Experts that a token is sent to")
+    expert_hidden: PositiveInt | None = Field(None, description="Width of an expert")
+    shared_expert_hidden: NonNegativeInt | None = Field(None, description="Width of the expert of all tokens")
+    first_dense_layers: NonNegativeInt | None = Field(None, description="Number of first layers without experts")
+    router: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="Scores of experts; with sigmoid (DeepSeek-V3) a bias evens out their load"
+    )
     vocab_size: PositiveInt | None = Field(None, description="Number of token ids; default: the store's")
     rope_theta: Number = Field(500_000.0, gt=1, description="Base of the rotary frequencies")
     rope_scaling: RopeScalingConfig | None = Field(None, description="Scaling of rotary positions")
@@ -156,7 +164,7 @@ class LayoutConfig(Section):
     pp: PositiveInt = Field(1, description="Pipeline-parallel size")
     cp: PositiveInt = Field(1, description="Context-parallel size")
     tp: PositiveInt = Field(1, description="Tensor-parallel size")
-    ep: PositiveInt = Field(1, description="GPUs that share a block's experts (planning only)")
+    ep: PositiveInt = Field(1, description="Expert-parallel size: GPUs that share a block's experts")
     virtual_pp: PositiveInt = Field(1, description="Pipeline stages per pipeline rank")
     schedule: Annotated[str, *one_of(SCHEDULES)] = Field(
         "auto",
@@ -285,6 +293,11 @@ class TrainingConfig(Section):
         gt=0,
         description="Memory limit of a process; default: 90% of its GPU less 4 GiB, or of its share of the machine",
     )
+    balance_loss: Number = Field(
+        0.001, ge=0, description="Weight of the routers' balance loss, over the step with the loads of the last one"
+    )
+    router_z_loss: Number = Field(0.0, ge=0, description="Weight of the routers' z-loss")
+    router_bias_rate: Number = Field(0.001, ge=0, description="Change of the biases of sigmoid routers in a step")
     deterministic: bool = Field(False, description="Only kernels that give the same bits in every run; slower")
     compile: bool = Field(False, description="Run blocks through torch.compile")
     threads: PositiveInt | None = Field(

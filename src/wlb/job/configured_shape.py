@@ -11,11 +11,19 @@ from wlb.errors import UserError
 from wlb.job.config import ModelConfig
 from wlb.workload import ModelShape, model_shape
 from wlb.workload.model_json import flag, read_config_json, read_shape
+from wlb.workload.shapes import Experts
 
 _DIMENSIONS = (
     *("hidden", "layers", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab_size"),
     *("sliding_window", "full_attention_layers"),
 )
+_EXPERTS = {  # of [model], by the name of ``Experts``
+    "count": "experts",
+    "active": "experts_per_token",
+    "ffn_hidden": "expert_hidden",
+    "shared_hidden": "shared_expert_hidden",
+    "dense_layers": "first_dense_layers",
+}
 
 
 def configured_shape(model: ModelConfig, vocab_size: int | None = None) -> ModelShape:
@@ -29,7 +37,9 @@ def configured_shape(model: ModelConfig, vocab_size: int | None = None) -> Model
     if directory is None:
         return _preset_shape(model, vocab_size)
     shape = read_shape(directory)
+    of_experts = {} if shape.experts is None else vars(shape.experts)
     refuse_changes(model, {name: getattr(shape, name) for name in _DIMENSIONS})
+    refuse_changes(model, {key: of_experts.get(name) for name, key in _EXPERTS.items()})
     if vocab_size is not None and shape.vocab_size < vocab_size:
         raise UserError(
             f"{directory} has a vocabulary of {shape.vocab_size}, below the {vocab_size} of the token store; "
@@ -70,6 +80,7 @@ def _preset_shape(model: ModelConfig, vocab_size: int | None) -> ModelShape:
         if asked < vocab_size:
             raise UserError(f"model.vocab_size = {asked} is below the {vocab_size} of the token store; raise it")
     shape = replace(model_shape(model.name), **given)
+    shape = replace(shape, experts=_experts(model, shape.experts))
     if "head_dim" not in given and ("hidden" in given or "heads" in given):
         if shape.hidden % (2 * shape.heads):
             raise UserError(
@@ -78,6 +89,16 @@ def _preset_shape(model: ModelConfig, vocab_size: int | None) -> ModelShape:
             )
         shape = replace(shape, head_dim=shape.hidden // shape.heads)
     return shape
+
+
+def _experts(model: ModelConfig, preset: Experts | None) -> Experts | None:
+    given: dict[str, Any] = {n: value for n, key in _EXPERTS.items() if (value := getattr(model, key)) is not None}
+    missing = [_EXPERTS[name] for name in ("count", "active", "ffn_hidden") if name not in given]
+    if preset is None and given and missing:
+        raise UserError(f"a mixture of experts needs model.{missing[0]}; give it, or name a preset with experts")
+    if preset is not None:
+        return replace(preset, **given)
+    return Experts(**given) if given else None
 
 
 def check_divisible(shape: ModelShape, tp: int) -> None:

@@ -8,7 +8,7 @@ from wlb.models.huggingface.config_json import read_config
 from wlb.models.transformer import TransformerConfig
 
 _FREE = ("rope_theta", "rope_scaling", "norm_eps")
-_VARIANTS = ("qkv_bias", "o_bias", "qk_norm")
+_VARIANTS = ("qkv_bias", "o_bias", "qk_norm", "router")
 
 
 def configured_model(model: ModelConfig, vocab_size: int | None = None) -> TransformerConfig:

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 # GPT-2's scheme: normal of this deviation, the projections back into the residual stream scaled down by
 # sqrt(2 * layers), so that the stream's variance does not grow with depth.
 _DEVIATION = 0.02
-_INTO_RESIDUAL_STREAM = ("attention.wo.weight", "feed_forward.w2.weight")
+_INTO_RESIDUAL_STREAM = ("attention.wo.weight", "feed_forward.w2.weight", "experts.w2", "shared.w2.weight")
 _BLOCK_ROWS = 64
 
 

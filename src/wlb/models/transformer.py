@@ -1,8 +1,8 @@
 """A Llama-style decoder that runs on packed micro-batches and knows nothing of parallelism.
 
-A micro-batch is one run of T tokens; there is no batch dimension and no padding. The embedding
-turns token ids into vectors, the blocks process them (RMSNorm, grouped-query attention with rotary positions, RMSNorm,
-SwiGLU), and the head turns them into scores over the vocabulary (RMSNorm, projection). Tokens interact only in the
+A micro-batch is one run of T tokens; there is no batch dimension and no padding. The embedding turns token ids into
+vectors, the blocks process them (RMSNorm, grouped-query attention with rotary positions, RMSNorm, SwiGLU or a mixture
+of experts), and the head turns them into scores over the vocabulary (RMSNorm, projection). Tokens interact only in the
 function ``attend`` that comes with the micro-batch: it knows the segments, and which rank holds which tokens.
 
 A ``Transformer`` may hold only some of the blocks. Then it is one stage of a pipeline, which takes or returns the
@@ -16,6 +16,7 @@ Shapes: T tokens · D hidden · H query heads · G key/value heads · E head_dim
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from wlb.errors import UserError
 from wlb.job.config import RopeScalingConfig
+from wlb.models.experts import MixtureOfExperts, Routing
 from wlb.workload import ModelShape
 
 # Takes query (T, H, E), key and value (T, G, E), returns (T, H, E); causal, inside segments. Layers with a sliding
@@ -45,6 +47,7 @@ class TransformerConfig:
     qk_norm: bool = False
     tied_embeddings: bool = False
     o_bias: bool = False
+    router: Literal["softmax", "sigmoid"] = "softmax"
 
     def __post_init__(self) -> None:
         if not 1 < self.rope_theta < math.inf:
@@ -68,14 +71,13 @@ def check_built(shape: ModelShape) -> None:
     """
     for name, variant in (
         ("full_attention_every", "full attention in every few blocks"),
-        ("experts", "a mixture of experts"),
         ("latent", "multi-head latent attention"),
     ):
         if getattr(shape, name) is not None:
             raise UserError(
                 f"the model has {variant} ({name}), which can be priced and simulated but not trained or profiled; "
-                "choose a dense model with full or windowed attention, such as llama3-8b, or train experts and latents "
-                "in Hugging Face's Trainer (wlb.integrations.huggingface.balanced)"
+                "choose a model with full or windowed attention, such as llama3-8b or qwen3-30b-a3b, or train it in "
+                "Hugging Face's Trainer (wlb.integrations.huggingface.balanced)"
             )
 
 
@@ -91,16 +93,17 @@ class Transformer(nn.Module):
         self.is_first, self.is_last = layers.start == 0, layers.stop == shape.layers
         holds_embedding = self.is_first or (self.is_last and config.tied_embeddings)
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden) if holds_embedding else None
-        self.layers = nn.ModuleDict({str(layer): Block(config, config.window_of(layer)) for layer in layers})
+        self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers})
         self.head = Head(config) if self.is_last else None
 
-    def forward(self, x: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, positions_T: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
         """Run the blocks on one micro-batch.
 
         Args:
             x: Token ids (T,) if this is the first stage, else the residual stream (T, D).
             positions_T: Position of each token in its segment.
             attend: Attention over the segments of the micro-batch.
+            routing: For routers; without it they have no losses and count no tokens.
 
         Returns:
             Scores (T, V) if this is the last stage, else the residual stream (T, D).
@@ -111,7 +114,7 @@ class Transformer(nn.Module):
             positions_T, config.shape.head_dim, config.rope_theta, x_TD.dtype, scaling=config.rope_scaling
         )
         for block in self.layers.values():
-            x_TD = block(x_TD, rotation, attend)
+            x_TD = block(x_TD, rotation, attend, routing)
         if self.head is None:
             return x_TD
         tied = (self.embedding.weight,) if config.tied_embeddings and self.embedding is not None else ()
@@ -120,19 +123,27 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block, whose attention spans ``window`` tokens, or whole segments without one."""
+    """Pre-norm transformer block ``layer``, counted from 0."""
 
-    def __init__(self, config: TransformerConfig, window: int | None = None) -> None:
+    feed_forward: "FeedForward | MixtureOfExperts"
+
+    def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()
         shape = config.shape
         self.attention_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
-        self.attention = Attention(config, window)
+        self.attention = Attention(config, config.window_of(layer))
         self.feed_forward_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
-        self.feed_forward = FeedForward(shape)
+        if shape.experts is None or not shape.block_kind(layer).routed:
+            self.feed_forward = FeedForward(shape.hidden, shape.ffn_hidden)
+        else:
+            columns = shape.experts.shared_hidden
+            shared = FeedForward(shape.hidden, columns) if columns else None
+            self.feed_forward = MixtureOfExperts(shape.hidden, shape.experts, config.router, layer, shared)
 
-    def forward(self, x_TD: Tensor, rotation: "Rotation", attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: "Rotation", attend: Attend, routing: Routing | None = None) -> Tensor:
         x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, attend)
-        out_TD: Tensor = x_TD + self.feed_forward(self.feed_forward_norm(x_TD))
+        routed = (routing,) if isinstance(self.feed_forward, MixtureOfExperts) else ()
+        out_TD: Tensor = x_TD + self.feed_forward(self.feed_forward_norm(x_TD), *routed)
         return out_TD
 
 
@@ -170,11 +181,11 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: (silu(x W1) * x W3) W2."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, hidden: int, columns: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(shape.hidden, shape.ffn_hidden, bias=False)
-        self.w2 = nn.Linear(shape.ffn_hidden, shape.hidden, bias=False)
-        self.w3 = nn.Linear(shape.hidden, shape.ffn_hidden, bias=False)
+        self.w1 = nn.Linear(hidden, columns, bias=False)
+        self.w2 = nn.Linear(columns, hidden, bias=False)
+        self.w3 = nn.Linear(hidden, columns, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_TD: Tensor = self.w2(F.silu(self.w1(x_TD)) * self.w3(x_TD))

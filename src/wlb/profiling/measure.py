@@ -90,6 +90,10 @@ def tensor_parallel_shard(shape: ModelShape, tp: int) -> ModelShape:
     Raises ``UserError`` if ``tp`` does not divide them, and for a model that can only be priced.
     """
     check_built(shape)
+    if shape.experts is not None:
+        raise UserError(
+            "a profile times dense blocks, and the model has experts; name a dense model, such as llama3-8b"
+        )
     if shape.sliding_window is not None:
         raise UserError(
             f"a profile cannot have sliding_window = {shape.sliding_window}; simulate the model by its preset"

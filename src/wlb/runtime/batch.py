@@ -192,8 +192,12 @@ class RankSlice:
     group: dist.ProcessGroup | None = None
 
     def of(self, batch: AnyBatch, ranks: tuple[int, ...] = ()) -> AnyBatch:
-        """The part of ``batch`` on this rank, if the context-parallel ``ranks`` share the batch; empty means all."""
-        strategy, workload = (LEVEL_SHARDING, None) if ranks else (self.strategy, self.workload)
+        """The part of ``batch`` on this rank, if the context-parallel ``ranks`` share the batch; empty means all.
+
+        In level steps one document is shared by ``LEVEL_SHARDING``, as ``level_shards`` prices it.
+        """
+        alone = bool(ranks) and (len(ranks) == 1 or len(batch.segment_lengths) == 1)
+        strategy, workload = (LEVEL_SHARDING, None) if alone else (self.strategy, self.workload)
         cp, earlier = len(ranks) or self.layout.pool_size, batch.slice_of and batch.slice_of.earlier
         plan = make_shard_plan(batch.segment_lengths, cp, strategy, workload=workload, earlier=earlier)
         rank = ranks.index(self.cp_rank) if ranks else self.cp_rank

@@ -221,12 +221,14 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         step, *marks = next(self._coming, (None, 0, 0, 0))
         seconds = time.perf_counter() - started
         with record_function("plan agreement"):
-            row = [*marks, self.share.dp_rank, self._asked_to_end()]
+            share = self.share  # in level steps, ranks that share experts have the same micro-batches
+            alike = share.cp_rank // share.layout.ep_ranks if self.job.levels_steps else share.dp_rank
+            row = [*marks, alike, self._asked_to_end()]
             cpu = torch.device("cpu")
             rows = [row] if self._alone else gathered_rows(row, torch.int64, cpu, self._group).tolist()
-        labels, plans, shards, dp_ranks, ends = zip(*rows, strict=True)
-        for what, made, alike in (("steps", plans, [0] * len(rows)), ("shards", shards, map(dp_ranks.index, dp_ranks))):
-            for process, other in enumerate(alike):
+        labels, plans, shards, groups, ends = zip(*rows, strict=True)
+        for what, made, firsts in (("steps", plans, [0] * len(rows)), ("shards", shards, map(groups.index, groups))):
+            for process, other in enumerate(firsts):
                 if made[process] != made[other]:
                     same = "give all the same documents, settings and version of wlb"
                     raise UserError(f"process {process} and process {other} planned different {what}; {same}")
@@ -248,10 +250,11 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         plan, batches = planned.plan, self.share.batches(planned.plan, self._read)
         stream, of_ranks = self._planned.stream, [[(part.segments, part.ranks) for part in own] for own in plan.ranks]
         tokens = None if stream is None else [stream.marks[segment.document] for segment in plan.segments]
-        # If micro-batches name their ranks, ranks have different ones. Equal plans give equal shards, because shards
-        # follow from whole lengths, without prices, which two machines may round differently.
-        shared = [] if names_ranks(plan) else [batch.attend.shard_plan for batch in batches if batch.attend]
-        shards = [[table.tolist() for table in shard_plan.pieces] for shard_plan in shared]
+        # Ranks have different micro-batches of one document in level steps. Equal plans give them equal shards, without
+        # prices, which two machines may round differently.
+        shared = [batch.attend.shard_plan for batch in batches if batch.attend]
+        compared = [one for one in shared if not names_ranks(plan) or len(one.segment_lengths) > 1]
+        shards = [[table.tolist() for table in shard_plan.pieces] for shard_plan in compared]
         marks = digest_of((plan.step, of_ranks, tokens)), digest_of((shards, plan.operations))
         return RankStep(batches, 0, planned), sum(map(_labels, batches)), *marks
 

@@ -138,7 +138,20 @@ def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
         raise UserError(f"token store {store.prefix} does not give the size of its vocabulary; set model.vocab_size")
     configured = configured_model(model, store.vocab_size)
     check_built(configured.shape)
+    _check_experts(config, configured)
     return configured
+
+
+def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
+    """Raise ``UserError`` for settings of experts that the trainer cannot run, or that have no effect."""
+    tp, ep = config.parallel.tp, config.parallel.ep
+    has_bias = model.shape.experts is not None and model.router == "sigmoid"
+    if "router_bias_rate" in config.training.model_fields_set and not has_bias:
+        raise UserError("training.router_bias_rate is for experts with model.router = 'sigmoid'; leave it out")
+    if model.shape.experts is not None and tp > 1 and ep == 1:
+        raise UserError(
+            f"tp = {tp} cannot split experts, which the trainer holds whole; set parallel.ep to {tp} or more"
+        )
 
 
 def threads_per_process(config: TrainingConfig, local_processes: int) -> int:

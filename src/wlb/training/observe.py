@@ -88,8 +88,10 @@ class Reporter:
         documents = number_of(len(self._checked.store), "document")
         longest = self._job.max_tokens // (self._job.layout.pool_size if self._job.levels_steps else 1)
         say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
-        if config.training.calibrate and not (self._job.levels_steps and self._job.layout.tp == 1):
-            say("wlb: note: training.calibrate needs level steps without tensor parallelism; it stays off here")
+        if config.training.calibrate and not (
+            self._job.levels_steps and self._job.layout.tp == 1 == self._job.layout.ep
+        ):
+            say("wlb: note: training.calibrate needs level steps without tp and ep; it stays off here")
         if config.training.steps and self._first >= config.training.steps:
             say(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
         note = attention_note(execution.dtype, execution.device)

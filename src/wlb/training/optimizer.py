@@ -1,7 +1,9 @@
 """AdamW, its learning rate at every step, and the norm of gradients that are sharded over the whole job."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,15 +20,15 @@ _DECAY_FRACTION = 0.2  # of all steps, the last ones, in which wsd decays
 
 def build_optimizer(stage: nn.Module, config: TrainingConfig) -> torch.optim.AdamW:
     """AdamW for one model stage; weight decay acts on matrices, not on norms and other vectors."""
-    parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
+    alike = defaultdict[tuple[bool, Any], list[Tensor]](list)  # one kernel takes weights of one mesh only
+    for parameter in stage.parameters():
+        alike[parameter.ndim >= 2, getattr(parameter, "device_mesh", None)].append(parameter)
     groups = [
-        {"params": [p for p in parameters if (p.ndim >= 2) == decays], "weight_decay": config.weight_decay * decays}
-        for decays in (True, False)
+        {"params": of_group, "weight_decay": config.weight_decay * decays} for (decays, _), of_group in alike.items()
     ]
-    # One kernel for all weights, in place of ten for each. On CPUs it would compute other bits.
-    fused = parameters[0].device.type == "cuda"
-    filled = [g for g in groups if g["params"]]
-    return torch.optim.AdamW(filled, lr=config.learning_rate, betas=config.betas, fused=fused)
+    # One kernel for all weights of a group, in place of ten for each. On CPUs it would compute other bits.
+    fused = next(stage.parameters()).device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=fused)
 
 
 def learning_rate(step: int, config: TrainingConfig) -> float:

@@ -21,6 +21,7 @@ from torch.profiler import record_function
 
 from wlb.job.config import JobConfig
 from wlb.job.planner import waiting_in
+from wlb.models.experts import end_step, mixtures
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.packing.plan import StepPlan
 from wlb.runtime.batch import Batch
@@ -75,7 +76,7 @@ class Trainer:
         config, job, training = checked.config, checked.job, checked.config.training
         self.model = model = build_model(checked, device)
         self.monitor = Monitor(config.metrics, device)
-        calibrates = training.calibrate and job.levels_steps and job.layout.tp == 1
+        calibrates = training.calibrate and job.levels_steps and job.layout.tp == job.layout.ep == 1
         self.calibration = Calibration(training.calibrate, job.layout.pool_size, device) if calibrates else None
         micro_batches, measured_by = job.rank_micro_batches, (self.monitor.clock, self.calibration)
         self.runner = PipelineRunner(model.stages, job.layout, model.mesh, micro_batches, model.execution, *measured_by)
@@ -189,17 +190,23 @@ def train_step(
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.zero_grad()
-    share = runner.run_step(loaded.batches, loaded.loss_tokens, loaded.plan.operations)
+    losses = training.balance_loss / loaded.plan.tokens, training.router_z_loss / loaded.plan.tokens
+    share = runner.run_step(loaded.batches, loaded.loss_tokens, loaded.plan.operations, losses)
     loss, computed = monitor.exchange(share)
     with record_function("gradient norm"):
         grad_norm = clip_gradients(model.stages, training.gradient_clip)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # on every rank alike
         documents = _documents_to_blame(loaded.plan, model, runner.losses)
         raise TrainingError(f"step {step}: loss is {loss} and gradient norm {grad_norm}; {documents}")
+    outcome = {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate}
     with record_function("optimizer"):
         for optimizer in model.optimizers:
             optimizer.step()
-    return {"loss": loss, "grad_norm": grad_norm, "learning_rate": rate}, computed
+        if (shape := model.checked.job.shape).experts is not None:
+            of_step = mixtures(model.stages), runner.routed, shape, model.execution.device
+            counts_LE = end_step(*of_step, training.router_bias_rate)
+            outcome["busiest_expert"] = float((counts_LE.max(-1).values / counts_LE.double().mean(-1)).mean())
+    return outcome, computed
 
 
 def _documents_to_blame(plan: StepPlan, model: RankModel, losses: Sequence[Tensor]) -> str:

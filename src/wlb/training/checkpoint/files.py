@@ -157,6 +157,8 @@ def model_record(model: TransformerConfig) -> dict[str, Any]:
     record = asdict(model)
     shape = {name: value for name, value in record.pop("shape").items() if value is not None}
     scaling = None if model.rope_scaling is None else model.rope_scaling.in_effect
+    if model.shape.experts is None:
+        del record["router"]
     return shape | record | {"rope_scaling": scaling}
 
 

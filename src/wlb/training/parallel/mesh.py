@@ -14,11 +14,13 @@ class JobMesh:
     """All processes of a job, pp x dp x cp x tp.
 
     Weights are sharded over ``weights``, which joins dp and cp into one dimension, because context-parallel ranks see
-    different tokens and the same weights, just as data-parallel ranks do.
+    different tokens and the same weights, just as data-parallel ranks do. Under expert parallelism ``experts`` has the
+    same processes as pp x efsdp x ep: experts are divided over ep, and the weights of each sharded over efsdp.
     """
 
     work: DeviceMesh
     weights: DeviceMesh
+    experts: DeviceMesh | None = None
 
     def rank(self, dimension: str) -> int:
         """This process's rank in a dimension of ``work``."""
@@ -39,10 +41,15 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
     """
     shape = layout.pp, layout.pools, layout.pool_size, layout.tp
     work = init_device_mesh(device_type, shape, mesh_dim_names=("pp", "dp", "cp", "tp"))
-    mesh = JobMesh(work, work["dp", "cp"]._flatten("dp_cp"))
+    experts = None
+    if layout.ep > 1:
+        sizes = layout.pp, layout.dp_cp * layout.tp // layout.ep, layout.ep
+        experts = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "efsdp", "ep"))
+    mesh = JobMesh(work, work["dp", "cp"]._flatten("dp_cp"), experts)
     # NCCL sets up a group in its first call, in which all ranks must take part. But the first call may be an exchange
     # among some ranks of a context-parallel group, or the sum of tied embeddings at both ends of a pipeline.
-    for dimension in ("cp", "pp"):
-        if mesh.size(dimension) > 1:
-            dist.all_reduce(torch.zeros(1, device=device_type), group=mesh.group(dimension))
+    groups = [mesh.group(dimension) for dimension in ("cp", "pp") if mesh.size(dimension) > 1]
+    groups += [experts.get_group(dimension) for dimension in ("efsdp", "ep")] if experts else []
+    for group in groups:
+        dist.all_reduce(torch.zeros(1, device=device_type), group=group)
     return mesh

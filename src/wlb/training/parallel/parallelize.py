@@ -1,8 +1,9 @@
 """Parallel training of a plain ``Transformer``, applied from outside.
 
-``build_stage_modules`` cuts the model into this rank's pipeline stages, splits each over tensor-parallel ranks,
-compiles and recomputes its blocks, shards it over all data- and context-parallel ranks with FSDP2, and only then
-allocates memory and fills in weights. Parameters keep their names from the plain model.
+``build_stage_modules`` cuts the model into this rank's pipeline stages, splits each over tensor-parallel ranks, divides
+its experts over expert-parallel ranks, compiles and recomputes its blocks, shards it over all data- and
+context-parallel ranks with FSDP2, and only then allocates memory and fills in weights. Parameters keep their names from
+the plain model.
 """
 
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from functools import partial, wraps
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from wlb.attention.packed_attention import AttentionCache
+from wlb.models.experts import mixtures
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Block, Transformer, TransformerConfig
 from wlb.schedules.layout import Layout, split_layers
@@ -24,7 +27,7 @@ from wlb.training.parallel.mesh import JobMesh
 from wlb.training.parallel.tensor_parallel import apply_tensor_parallel
 from wlb.workload.base import Checkpointing
 
-_BlockForward = Callable[..., Tensor]  # of (x_TD, rotation, attend)
+_BlockForward = Callable[..., Tensor]  # of (x_TD, rotation, attend, routing)
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,27 @@ def build_stage_modules(
             module = Transformer(config, splits[stage]).to(master_dtype(execution.dtype))
         if layout.tp > 1:
             apply_tensor_parallel(module, mesh.work["tp"])
+        if mesh.experts is not None:
+            divide_experts(module, mesh.experts["ep"])
         if compiled:
             compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
-        shard_weights(module, mesh.weights, execution.dtype, reshard_after_forward=not layout.keeps_weights)
+        shard_weights(module, mesh, execution.dtype, reshard_after_forward=not layout.keeps_weights)
         module.to_empty(device=execution.device)
+        for mixture in mixtures([module]).values():
+            mixture.reset_state()
         if seed is not None:
             initialise_weights(module, layers=config.shape.layers, seed=seed)
         modules.append(module)
     return modules
+
+
+def divide_experts(module: Transformer, mesh: DeviceMesh) -> None:
+    """Divide the experts of every block of ``module``, still on the meta device, over the one dimension of ``mesh``."""
+    for mixture in mixtures([module]).values():
+        mixture.group = mesh.get_group()
+        for name, weight in [*mixture.experts.named_parameters()]:
+            setattr(mixture.experts, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -88,12 +103,12 @@ def _compiled(forward: _BlockForward, backend: str) -> _BlockForward:
     compiled = torch.compile(forward, backend=backend, dynamic=True)
 
     @wraps(forward)
-    def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
+    def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor], *routing: Any) -> Tensor:
         if type(x_TD) is not Tensor:
             # A tensor-parallel collective may still be filling it. Compiled code (torch 2.13) would run on it and give
             # a wrong gradient; a copy is complete.
             x_TD = x_TD.clone()
-        out: Tensor = compiled(x_TD, rotation, torch.compiler.disable(attend))
+        out: Tensor = compiled(x_TD, rotation, torch.compiler.disable(attend), *routing)
         return out
 
     return run
@@ -118,25 +133,31 @@ def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> 
 
 def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForward:
     @wraps(forward)
-    def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor]) -> Tensor:
+    def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor], *routing: Any) -> Tensor:
         attend = partial(attend, cache=AttentionCache(computed_again=not keep_attention))
         # There is no dropout, so no random state that the second pass would have to find again.
-        out: Tensor = checkpoint(forward, x_TD, rotation, attend, use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = checkpoint(
+            forward, x_TD, rotation, attend, *routing, use_reentrant=False, preserve_rng_state=False
+        )
         return out
 
     return run
 
 
-def shard_weights(module: Transformer, mesh: DeviceMesh, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
-    """Apply FSDP2, one unit per block and one for the rest; gradients are summed over ``mesh``, not averaged.
+def shard_weights(module: Transformer, mesh: JobMesh, dtype: torch.dtype, *, reshard_after_forward: bool) -> None:
+    """Apply FSDP2, one unit per block and one for the rest; gradients are summed over ranks, not averaged.
 
-    They are summed because the loss is already divided by the token count of all ranks. Without
-    ``reshard_after_forward`` gathered weights stay for the whole step.
+    They are summed because the loss is already divided by the token count of all ranks. Experts that are divided over
+    ranks are units of their own, sharded over those ranks that hold the same. Without ``reshard_after_forward``
+    gathered weights stay for the whole step.
     """
     # Inputs are not cast: embeddings and received activations have the right type, and rotary angles have their own.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=master_dtype(dtype), cast_forward_inputs=False)
-    for unit in (*_blocks(module), module):
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    units: list[tuple[nn.Module, DeviceMesh]] = [(unit, mesh.weights) for unit in (*_blocks(module), module)]
+    if mesh.experts is not None:
+        units = [(mixture.experts, mesh.experts["efsdp"]) for mixture in mixtures([module]).values()] + units
+    for unit, ranks in units:
+        fully_shard(unit, mesh=ranks, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         assert isinstance(unit, FSDPModule)
         unit.set_gradient_divide_factor(1.0)
         # Without this, even a factor of 1 becomes a premultiplied sum, which only NCCL has.

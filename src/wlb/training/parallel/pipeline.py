@@ -5,7 +5,8 @@ With one stage it runs them one after another. With several it follows the plan'
 if the plan has none. Ranks named by micro-batches have lists of their own (``wlb.runtime.own_lists``).
 
 The loss is the cross entropy summed over labelled tokens, divided by those of the whole step, so packing and sharding
-cannot change a gradient. Gradients accumulate over micro-batches and are summed over ranks once per step.
+cannot change a gradient. Routers add losses of their own to the gradients (``wlb.models.experts``). Gradients
+accumulate over micro-batches and are summed over ranks once per step.
 """
 
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from wlb.models.experts import Routing
 from wlb.models.transformer import Transformer
 from wlb.runtime.batch import Batch
 from wlb.runtime.calibration import Calibration
@@ -56,6 +58,7 @@ class PipelineRunner:
         self._mesh = mesh
         self._execution = execution
         self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, on ranks of the last stage
+        self.routed: Sequence[Routing] = ()  # in the micro-batches of the last step
         self._pipeline: Pipeline | None = None
         if layout.pp > 1:
             stages = [
@@ -73,29 +76,39 @@ class PipelineRunner:
             ]
             self._pipeline = pipeline(stages, micro_batches, self._measured_loss)
 
-    def run_step(self, batches: Sequence[Batch], loss_tokens: int, operations: Sequence[RankOperations] = ()) -> Tensor:
+    def run_step(
+        self,
+        batches: Sequence[Batch],
+        loss_tokens: int,
+        operations: Sequence[RankOperations] = (),
+        router_losses: tuple[float, float] = (0.0, 0.0),
+    ) -> Tensor:
         """Run all micro-batches of this data-parallel rank forward and backward; gradients must be zero before.
 
         ``batches`` are this rank's share of each, the same on every pipeline and tensor-parallel rank; as many as the
         runner was built for, or any number where they name their ranks (``own_batches``). ``loss_tokens`` counts the
-        labelled tokens of the step over all ranks; ``operations`` are those of its ``StepPlan``. Returns this rank's
-        share of the loss, detached: summed over all ranks, the mean of the step's labelled tokens.
+        labelled tokens of the step over all ranks; ``operations`` are those of its ``StepPlan``. ``router_losses``
+        weigh the balance loss and the z-loss of a token. Returns this rank's share of the cross entropy, detached:
+        summed over all ranks, the mean of the step's labelled tokens.
         """
         batches, loss_tokens = [batch.to(self._execution.device) for batch in batches], max(loss_tokens, 1)
+        keywords = [_keywords(batch, *router_losses) for batch in batches]
+        self.routed = [of_batch["routing"] for of_batch in keywords]
         with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
             if self._pipeline is None:
                 (module,), kept = self._modules, self._layout.keeps_weights
 
                 def loss_of(batch: Batch) -> Tensor:
-                    return _LOSS(module(batch.tokens, **_keywords(batch)), batch.labels, loss_tokens)
+                    return _LOSS(module(batch.tokens, **next(arguments)), batch.labels, loss_tokens)
 
+                arguments = iter(keywords)
                 how: dict[str, Any] = {"calibration": self._calibration, "measuring": self._clock.measuring}
                 losses = run_batches(module, batches, loss_of, keep_weights=kept, **how)
             else:
                 mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
                 rows = [len(batch.tokens) // self._mesh.size("tp") for batch in batches]
                 targets = [(index, batch.labels, loss_tokens) for index, batch in enumerate(batches)]
-                inputs = [batch.tokens for batch in batches], rows, [*map(_keywords, batches)], targets
+                inputs = [batch.tokens for batch in batches], rows, keywords, targets
                 losses = run_order(self._pipeline, mine, *inputs)
                 sum_tied_gradients(self._modules, self._mesh.group("pp"))
         self.losses = [loss.detach() for loss in losses]
@@ -109,8 +122,11 @@ class PipelineRunner:
             return _LOSS(scores_TV, labels, loss_tokens)
 
 
-def _keywords(batch: Batch) -> dict[str, Any]:
-    return {"positions_T": batch.position_ids, "attend": batch.attention and batch.attention.of_one_stage()}
+def _keywords(batch: Batch, balance: float, z: float) -> dict[str, Any]:
+    assert batch.attention is not None
+    # A batch without documents has one token, which is none of the step's.
+    routing = Routing(0 if batch.is_empty else batch.attention.local_tokens, balance, z)
+    return {"positions_T": batch.position_ids, "attend": batch.attention.of_one_stage(), "routing": routing}
 
 
 def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:

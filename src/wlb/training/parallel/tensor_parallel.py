@@ -4,8 +4,11 @@ Tensor-parallel ranks split the projections of every block in pairs: the first b
 feed-forward layer), the second by its inputs. So a pair needs one all-gather of tokens before it and one reduce-scatter
 after it (Megatron-LM, arXiv 1909.08053, section 3; with tokens split in between, arXiv 2205.05198, section 4.2.2).
 Between the pairs, norms included, every rank holds an equal part of the tokens, so T must be a multiple of the group
-size; ``shard_batch`` sees to that. Embedding, head and the scores for the loss are split by vocabulary.
+size; ``shard_batch`` sees to that. Routers see these parts, and experts are not split (``MixtureOfExperts``).
+Embedding, head and the scores for the loss are split by vocabulary.
 """
+
+from typing import cast
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
@@ -18,7 +21,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from wlb.models.transformer import Transformer
+from wlb.models.experts import MixtureOfExperts, mixtures
+from wlb.models.transformer import Block, Transformer
 
 _TOKENS = Shard(0)  # of a stream (T, D)
 _HEAD_NORMS = ("q_norm", "k_norm")
@@ -27,10 +31,13 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 def apply_tensor_parallel(module: Transformer, mesh: DeviceMesh) -> None:
     """Split the weights of ``module``, which may still be on the meta device, over the one dimension of ``mesh``."""
     plan: dict[str, ParallelStyle] = {}
+    qk_norm = module.config.qk_norm
     if module.embedding is not None:
         plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=_TOKENS)
-    for layer in module.layers:
-        plan |= {f"layers.{layer}.{name}": style for name, style in _block_plan(module.config.qk_norm).items()}
+    for layer, block in module.layers.items():
+        plan |= {f"layers.{layer}.{name}": style for name, style in _block_plan(cast(Block, block), qk_norm).items()}
+    for mixture in mixtures([module]).values():
+        mixture.tp_rank = mesh.get_local_rank()
     if module.head is not None:
         plan["head.norm"] = SequenceParallel(sequence_dim=0)
         # Scores stay split by vocabulary, as a DTensor for ``loss_parallel``. A tied matrix is already split that way.
@@ -39,7 +46,7 @@ def apply_tensor_parallel(module: Transformer, mesh: DeviceMesh) -> None:
     parallelize_module(module, mesh, plan)
 
 
-def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
+def _attention_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
     # Norms of single heads run on this rank's heads; their weights are whole on every rank.
     head_norms = {f"attention.{name}": SequenceParallel(sequence_dim=1, use_local_output=True) for name in _HEAD_NORMS}
     return {
@@ -50,12 +57,25 @@ def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=_TOKENS),
-        "feed_forward_norm": SequenceParallel(sequence_dim=0),
-        "feed_forward": _all_tokens(inputs=1),
-        "feed_forward.w1": ColwiseParallel(),
-        "feed_forward.w3": ColwiseParallel(),
-        "feed_forward.w2": RowwiseParallel(output_layouts=_TOKENS),
     }
+
+
+def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
+    return {
+        name: _all_tokens(inputs=1),
+        f"{name}.w1": ColwiseParallel(),
+        f"{name}.w3": ColwiseParallel(),
+        f"{name}.w2": RowwiseParallel(output_layouts=_TOKENS),
+    }
+
+
+def _block_plan(block: Block, qk_norm: bool) -> dict[str, ParallelStyle]:
+    plan = _attention_plan(qk_norm)
+    if not isinstance(block.feed_forward, MixtureOfExperts):
+        return plan | {"feed_forward_norm": SequenceParallel(sequence_dim=0)} | _feed_forward_plan("feed_forward")
+    of_parts = SequenceParallel(sequence_dim=0, use_local_output=True)
+    plan |= {"feed_forward_norm": of_parts, "feed_forward.router": of_parts}
+    return plan | (_feed_forward_plan("feed_forward.shared") if block.feed_forward.shared is not None else {})
 
 
 def _all_tokens(inputs: int) -> PrepareModuleInput:
