@@ -25,7 +25,7 @@ SMALL = {
     "vocab_size": 80,
 }
 BASE = (64, 4, 4, 2, 32, 96, 80)
-ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+ROUTED = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 48,
@@ -137,7 +137,7 @@ def test_windows_are_those_of_transformers_for_pricing_and_training(tmp_path_fac
         return
     kinds = [shape.block_kind(layer).attention for layer in range(layers)]
     assert [shape.sliding_window if kind == "sliding" else None for kind in kinds] == theirs
-    if document["model_type"] in ("mistral", "qwen2", "qwen3"):
+    if document["model_type"] in ("mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"):
         trained, refusal = read_or_refused(config_json.read_config, directory)
         if trained is None:
             assert "layer_types" in refusal

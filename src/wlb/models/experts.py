@@ -63,6 +63,7 @@ class MixtureOfExperts(nn.Module):
         self.register_buffer("shares", torch.empty(shape.count))
         self.group: dist.ProcessGroup | None = None  # of the ranks that divide the experts
         self.tp_rank = 0  # tensor-parallel ranks divide the tokens
+        self.reset_state()
 
     @torch.no_grad()
     def reset_state(self) -> None:

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from wlb.attention import segment_attention
 from wlb.models.transformer import Transformer
@@ -36,6 +45,7 @@ _LLAMA3 = {
 _LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.5}
 _YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 64}
 _YARN_BY_LENGTH = _YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.9, "truncate": False}
+_QWEN3_MOE = {"head_dim": 20, "moe_intermediate_size": 15, "num_experts": 6, "norm_topk_prob": True}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: LlamaConfig(**_SIZES, rms_norm_eps=1e-3),
     "llama-3.2": lambda: LlamaConfig(
@@ -54,6 +64,12 @@ CONFIGS: dict[str, Any] = {
     "qwen3-window": lambda: Qwen3Config(
         **_SIZES, head_dim=20, attention_bias=True, use_sliding_window=True, sliding_window=30, max_window_layers=2
     ),
+    "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES, **_QWEN3_MOE, num_experts_per_tok=3, mlp_only_layers=[0]),
+    "qwen3-moe-window": lambda: Qwen3MoeConfig(
+        **_SIZES, **_QWEN3_MOE, num_experts_per_tok=2, attention_bias=True, use_sliding_window=True, sliding_window=20
+    ),
+    "mixtral": lambda: MixtralConfig(**_SIZES, num_local_experts=4, sliding_window=24),
+    "mixtral-tied": lambda: MixtralConfig(**_SIZES, num_local_experts=4, tie_word_embeddings=True),
 }
 
 
@@ -78,7 +94,8 @@ def in_double() -> Iterator[None]:
 
 
 def load_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}  # the others refuse float64
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **eager)
     return model
 
 

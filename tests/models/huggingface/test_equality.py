@@ -62,7 +62,7 @@ def test_scores_are_those_of_transformers_both_ways(name: str, tmp_path: Path) -
         assert written[key] == given[key], key
 
 
-@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen2-tied", "qwen3", "qwen3-moe", "mixtral"])
 def test_weights_spread_over_files_are_the_same(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_random_model(name, tmp_path / "many", torch.bfloat16, max_shard_size="10KB")
     assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2

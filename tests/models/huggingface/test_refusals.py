@@ -15,6 +15,7 @@ from tests.models.huggingface.models import save_random_model
 from wlb.errors import UserError
 from wlb.models.huggingface.config_json import read_config, to_config_json
 from wlb.models.huggingface.weights import EMBEDDING, HEAD, PretrainedWeights
+from wlb.workload.shapes import Experts
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -39,6 +40,7 @@ def _change(model: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
+QWEN3_MOE = {"model_type": "qwen3_moe", "norm_topk_prob": True}
 MISTRAL = {"model_type": "mistral", "layer_types": ["chunked_attention"]}
 FULL_IN_THE_MIDDLE = {
     "model_type": "qwen2",
@@ -50,7 +52,12 @@ FULL_IN_THE_MIDDLE = {
 @in_turn(
     ("changes", "said"),
     [
-        ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported; choose a model of llama, mistral, qwen2, "),
+        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not supported; choose a model of llama, mistral, qwen2, "),
+        ({"model_type": "qwen3_moe"}, "norm_topk_prob = false is not supported, only true"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step = 2 is not priced"),
+        (QWEN3_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers = [1] is not priced; only the first layers may be "),
+        ({"model_type": "mixtral"}, "there is no num_local_experts; complete it"),
+        ({"model_type": "mixtral", "router_jitter_noise": 0.01}, "router_jitter_noise = 0.01 is not supported, only 0"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         (MISTRAL, "layer_types has 'chunked_attention'"),
@@ -150,6 +157,20 @@ def test_tensors_that_are_missing_unexpected_or_of_another_shape_are_named(model
         check({name: tensor for name, tensor in tensors.items() if name != HEAD})
 
 
+def test_experts_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) -> None:
+    save_random_model("mixtral", tmp_path, torch.float32)
+    config, file = read_config(tmp_path), tmp_path / "model.safetensors"
+    tensors, expert = load_file(file), "model.layers.2.block_sparse_moe.experts.3.w2.weight"
+    save_file(tensors | {expert: torch.ones(48, 32)}, file)
+    with pytest.raises(
+        UserError, match=rf"has {expert} of type torch.float32 and shape \(48, 32\), but .* \(32, 48\),"
+    ):
+        PretrainedWeights(tmp_path).check(config)
+    save_file({name: tensor for name, tensor in tensors.items() if name != expert}, file)
+    with pytest.raises(UserError, match=f"lacks {expert}; its config.json describes another model"):
+        PretrainedWeights(tmp_path).check(config)
+
+
 def test_a_head_beside_tied_embeddings_is_their_copy_or_refused(model: Path) -> None:
     file = model / "model.safetensors"
     tensors = load_file(file)
@@ -188,3 +209,23 @@ def test_a_model_that_no_family_computes_is_not_exported(model: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"no Hugging Face family combines model.{named}"):
             to_config_json(replace(config, **parts), longest=1, dtype="float32")
+
+
+def test_a_mixture_that_no_family_computes_is_not_exported(model: Path) -> None:
+    dense = read_config(model)
+
+    def family(**parts: Any) -> str:
+        experts = Experts(8, 2, 16, **{name: parts.pop(name) for name in vars(Experts(1, 1, 1)) & parts.keys()})
+        config = replace(dense, shape=replace(dense.shape, experts=experts), **parts)
+        return str(to_config_json(config, longest=1, dtype="float32")["model_type"])
+
+    assert family() == "mixtral"
+    assert family(qk_norm=True, dense_layers=1) == "qwen3_moe"
+    for parts, named in (
+        ({"router": "sigmoid"}, "experts, model.router"),
+        ({"qk_norm": True, "shared_hidden": 16}, "qk_norm, model.experts, model.shared_expert_hidden"),
+        ({"dense_layers": 1}, "experts, model.first_dense_layers"),
+        ({"qkv_bias": True}, "qkv_bias, model.experts"),
+    ):
+        with pytest.raises(UserError, match=f"no Hugging Face family combines model.{named}; train without one"):
+            family(**parts)

@@ -23,7 +23,13 @@ from wlb.schedules.layout import Layout
 from wlb.training.environment import trained_model
 from wlb.training.preflight import check_job
 
-LAYOUTS: dict[str, dict[str, Any]] = {"llama-3.2": {"pp": 2, "tp": 2}, "qwen3": {"dp": 2, "tp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "llama-3.2": {"pp": 2, "tp": 2},
+    "qwen3": {"dp": 2, "tp": 2},
+    "qwen3-moe": {"dp": 2, "cp": 2, "ep": 2},  # cuts an expert in two unequal parts
+    "qwen3-moe-window": {"dp": 4},
+    "mixtral": {"pp": 2, "tp": 2, "ep": 2},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +62,15 @@ def test_every_rank_holds_its_part_of_the_files(tmp_path: Path) -> None:
             assert all(torch.equal(weight, expected[name]) for name, weight in held.items())
 
 
-def test_the_first_loss_is_that_of_transformers(tmp_path: Path, store: TokenStore) -> None:
-    save_random_model("qwen3", tmp_path / "model", torch.float32)
-    config = _job(tmp_path, training={"steps": None, "dtype": "float32"}, packing={"global_batch": 1})
-    run_ranks(1, train, config)
+@pytest.mark.parametrize(("name", "parallel"), [("qwen3", {}), ("mixtral", {"cp": 2, "ep": 2})])
+def test_the_first_loss_is_that_of_transformers(
+    name: str, parallel: dict[str, int], tmp_path: Path, store: TokenStore
+) -> None:
+    save_random_model(name, tmp_path / "model", torch.float32)
+    config = _job(
+        tmp_path, parallel=parallel, training={"steps": None, "dtype": "float32"}, packing={"global_batch": 1}
+    )
+    run_ranks(parallel.get("cp", 1), train, config)
     rows = read_steps(tmp_path)
     model, total, labels = load_model(tmp_path / "model", torch.float32), 0.0, 0
     for document in rows[0]["document_ids"]:
@@ -83,16 +94,21 @@ def test_the_model_is_the_files_with_rotary_settings_and_untying_of_the_job(tmp_
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("name", "changes", "said"),
     [
-        ({"layers": 4}, r"model.layers = 4, but .*model has 3"),
-        ({"qk_norm": True}, r"model.qk_norm = True, but .*model has False"),
-        ({"vocab_size": 99}, r"model.vocab_size = 99, but .*model has 60"),
-        ({"tied_embeddings": True}, "has a head of its own"),
+        ("llama", {"layers": 4}, r"model.layers = 4, but .*model has 3"),
+        ("llama", {"qk_norm": True}, r"model.qk_norm = True, but .*model has False"),
+        ("llama", {"vocab_size": 99}, r"model.vocab_size = 99, but .*model has 60"),
+        ("llama", {"tied_embeddings": True}, "has a head of its own"),
+        ("llama", {"experts": 4}, r"model.experts = 4, but .*model has None"),
+        ("mixtral", {"experts": 8}, r"model.experts = 8, but .*model has 4"),
+        ("mixtral", {"router": "sigmoid"}, r"model.router = sigmoid, but .*model has softmax"),
     ],
 )
-def test_settings_that_the_weights_do_not_have_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    save_random_model("llama", tmp_path / "model", torch.float32)
+def test_settings_that_the_weights_do_not_have_are_refused(
+    name: str, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    save_random_model(name, tmp_path / "model", torch.float32)
     with pytest.raises(UserError, match=said):
         check_job(_job(tmp_path, model=changes), 1)
 

@@ -1,25 +1,26 @@
-"""Weights from safetensors files, read by torch's own reader: every rank reads the slices that it holds.
+"""Weights from safetensors files: every rank reads the slices that it holds.
 
 Pickled weights (``.bin``) are not read.
 """
 
 import json
-import warnings
+from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # DCP's
 
 from wlb.errors import UserError, require
 from wlb.models.huggingface.config_json import read_config
 from wlb.models.transformer import Transformer, TransformerConfig
+from wlb.workload.model_json import read_config_json
+from wlb.workload.shapes import ModelShape
 
 INDEX_FILE = "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -28,7 +29,7 @@ _TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # all ot
 _ROWS_COMPARED = 4096  # at once
 _BUFFERS = ".rotary_emb.inv_freq"  # in early Llama checkpoints; computed from config.json
 
-# Our names of modules and Hugging Face's; both lay matrices out alike.
+# Our names of modules and Hugging Face's; both lay matrices out alike. The files have a tensor for each expert.
 _OUTSIDE_BLOCKS = {"embedding.weight": EMBEDDING, "head.norm.weight": "model.norm.weight", "head.output.weight": HEAD}
 _INSIDE_BLOCKS = {
     "attention_norm": "input_layernorm",
@@ -42,24 +43,30 @@ _INSIDE_BLOCKS = {
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.router": "mlp.gate",
+    "feed_forward.experts.w1": "mlp.experts.*.gate_proj",
+    "feed_forward.experts.w2": "mlp.experts.*.down_proj",
+    "feed_forward.experts.w3": "mlp.experts.*.up_proj",
+}
+_MIXTRAL = {
+    "feed_forward.router": "block_sparse_moe.gate",
+    **{f"feed_forward.experts.{w}": f"block_sparse_moe.experts.*.{w}" for w in ("w1", "w2", "w3")},
 }
 
 
-def hugging_face_name(name: str) -> str:
-    """``layers.7.attention.wq.weight`` as ``model.layers.7.self_attn.q_proj.weight``, and so on."""
+def hugging_face_names(name: str, family: str, shape: ModelShape) -> list[str]:
+    """The tensors of ``family`` whose rows, one after another, are our parameter ``name``: one, or one per expert.
+
+    ``layers.7.attention.wq.weight`` is ``model.layers.7.self_attn.q_proj.weight``, and so on.
+    """
     if name in _OUTSIDE_BLOCKS:
-        return _OUTSIDE_BLOCKS[name]
+        return [_OUTSIDE_BLOCKS[name]]
     _, layer, inside = name.split(".", 2)
-    module, _, kind = inside.rpartition(".")
-    return f"model.layers.{layer}.{_INSIDE_BLOCKS[module]}.{kind}"
-
-
-@contextmanager
-def alone() -> Iterator[None]:
-    """Silence the warning of ``torch.distributed.checkpoint`` that this process is alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is")
-        yield
+    module, kind = inside.rsplit(".", 1) if inside.endswith((".weight", ".bias")) else (inside, "weight")
+    names = _INSIDE_BLOCKS | (_MIXTRAL if family == "mixtral" else {})
+    found = f"model.layers.{layer}.{names[module]}.{kind}"
+    experts = shape.experts.count if "*" in found and shape.experts else 1
+    return [found.replace("*", str(expert)) for expert in range(experts)]
 
 
 class PretrainedWeights:
@@ -80,7 +87,8 @@ class PretrainedWeights:
             raise UserError(f"weights in {directory} cannot be read ({error}); download them again") from error
         if not names:
             raise UserError(f"{directory} holds no weights; save the model as safetensors")
-        self._directory, self._tied = directory, read_config(directory).tied_embeddings
+        self._directory, self._config = directory, read_config(directory)
+        self._family: str = read_config_json(directory)["model_type"]
         self._tensors = {name: cast(TensorStorageMetadata, held.state_dict_metadata[name]) for name in names}
         self._files = {place.fqn: info.relative_path for place, info in held.storage_data.items()}
 
@@ -91,7 +99,10 @@ class PretrainedWeights:
         """
         with torch.device("meta"):
             model = Transformer(config)
-        expected = {self._source(name): parameter.shape for name, parameter in model.named_parameters()}
+        expected: dict[str, tuple[int, ...]] = {}
+        for name, parameter in model.named_parameters():
+            sources = self._sources(name)
+            expected |= dict.fromkeys(sources, (len(parameter) // len(sources), *parameter.shape[1:]))
         tied_head = {HEAD} & self._tensors.keys() if config.tied_embeddings else set()
         unexpected = {name for name in self._tensors if not name.endswith(_BUFFERS)} - expected.keys() - tied_head
         for what, names in (("lacks", expected.keys() - self._tensors.keys()), ("has unexpected", unexpected)):
@@ -107,7 +118,7 @@ class PretrainedWeights:
                 types = ", ".join(map(str, _TYPES))
                 raise UserError(
                     f"{self._directory} has {name} of type {kind} and shape {tuple(found)}, but its config.json asks "
-                    f"for {tuple(shape)}, and the type must be one of {types}; save the model again that way"
+                    f"for {shape}, and the type must be one of {types}; save the model again that way"
                 )
         if tied_head and self._head_differs():
             raise UserError(
@@ -115,23 +126,29 @@ class PretrainedWeights:
                 "model.tied_embeddings = false to train the head that is there, or remove it from the files"
             )
 
-    def load(self, *modules: nn.Module) -> None:
+    @torch.no_grad()
+    def load(self, *modules: Transformer) -> None:
         """Fill the parameters of a ``Transformer``, or of stages of it, sharded or not; call ``check`` first."""
-        reader = HuggingFaceStorageReader(str(self._directory))
-        for module in modules:
-            parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-            head = {name: parameters.pop(name) for name in {"head.output.weight"} & parameters.keys()}
-            for part in filter(None, (parameters, head)):
-                try:
-                    with alone():
-                        dcp.load({self._source(name): part[name] for name in part}, storage_reader=reader, no_dist=True)
-                except CheckpointException as error:
-                    raise UserError(f"weights in {self._directory} cannot be read; download them again") from error
+        from safetensors import SafetensorError, safe_open
 
-    def _source(self, name: str) -> str:
-        """The tensor that fills the parameter ``name``; an untied head starts as the embedding that it was tied to."""
-        source = hugging_face_name(name)
-        return EMBEDDING if source == HEAD and self._tied and HEAD not in self._tensors else source
+        by_file: dict[str, list[tuple[str, tuple[slice, ...], Tensor]]] = defaultdict(list)
+        for module in modules:
+            for name, parameter in module.named_parameters():
+                for part in _held_parts(parameter, self._sources(name)):
+                    by_file[self._files[part[0]]].append(part)
+        try:
+            for path, parts in by_file.items():
+                with safe_open(path, "pt") as file:
+                    for source, place, held in parts:
+                        held.copy_(file.get_slice(source)[place])
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"weights in {self._directory} cannot be read; download them again") from error
+
+    def _sources(self, name: str) -> list[str]:
+        """The tensors that fill the parameter ``name``; an untied head starts as the embedding that it was tied to."""
+        sources = hugging_face_names(name, self._family, self._config.shape)
+        copied = sources == [HEAD] and self._config.tied_embeddings and HEAD not in self._tensors
+        return [EMBEDDING] if copied else sources
 
     def _head_differs(self) -> bool:
         from safetensors import safe_open
@@ -142,3 +159,20 @@ class PretrainedWeights:
             head, embedding = one.get_slice(HEAD), other.get_slice(EMBEDDING)
             parts = [slice(i, i + _ROWS_COMPARED) for i in range(0, self._tensors[HEAD].size[0], _ROWS_COMPARED)]
             return any(not torch.equal(head[part].double(), embedding[part].double()) for part in parts)
+
+
+def _held_parts(parameter: Tensor, sources: list[str]) -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
+    """The parts of ``parameter`` that are on this rank: their tensor among ``sources``, their place in it, and a view.
+
+    Each source has the same number of rows of ``parameter``.
+    """
+    held, rows, offsets = parameter, parameter.shape[0] // len(sources), (0,) * parameter.ndim
+    if isinstance(parameter, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+        held = parameter.to_local()
+    columns = [slice(left, left + width) for left, width in zip(offsets[1:], held.shape[1:], strict=True)]
+    for number, source in enumerate(sources):
+        top = number * rows - offsets[0]  # of the source, in ``held``
+        begin, end = max(0, top), min(len(held), top + rows)
+        if begin < end:
+            yield source, (slice(begin - top, end - top), *columns), held[begin:end]

@@ -3,8 +3,9 @@
 import json
 import os
 import tempfile
-from collections.abc import Mapping
-from contextlib import suppress
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from wlb.files import sync
 from wlb.job.config import CheckpointConfig, JobConfig
 from wlb.models.configured_model import configured_model
 from wlb.models.huggingface.config_json import to_config_json
-from wlb.models.huggingface.weights import alone, hugging_face_name
+from wlb.models.huggingface.weights import hugging_face_names
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.checkpoint import files as checkpoints
 from wlb.workload.model_json import read_config_json
@@ -52,7 +53,7 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
             parameters = Transformer(model).to(dtype).named_parameters()
         tensors = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters}
         try:
-            with alone():
+            with _alone():
                 dcp.load(dict(tensors), checkpoint_id=checkpoint, no_dist=True)
         except CheckpointException:
             damage = "it cannot be read"
@@ -122,13 +123,14 @@ def export_model(
     refuse_existing(out)
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     kept = {key: value for key, value in more_config.items() if key not in ("rope_parameters", "dtype")}
-    described = json.dumps(kept | to_config_json(config, longest=longest, dtype=dtype), indent=2)
+    document = to_config_json(config, longest=longest, dtype=dtype)
+    described, named = json.dumps(kept | document, indent=2), _named(tensors, document["model_type"], config)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as hidden, alone():
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as hidden, _alone():
             written = Path(hidden, "model")
-            writer = HuggingFaceStorageWriter(str(written), _files(tensors))
-            dcp.save({hugging_face_name(name): tensor for name, tensor in tensors.items()}, storage_writer=writer)
+            writer = HuggingFaceStorageWriter(str(written), _files(named))
+            dcp.save(named, storage_writer=writer)
             for name, content in {**companions, "config.json": f"{described}\n".encode()}.items():
                 (written / name).write_bytes(content)
             for path in (*written.iterdir(), written):
@@ -146,13 +148,30 @@ def refuse_existing(out: Path) -> None:
         raise UserError(f"{out} exists and is not overwritten; choose another directory or remove it")
 
 
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Silence the warning of ``torch.distributed.checkpoint`` that this process is alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is")
+        yield
+
+
+def _named(tensors: Mapping[str, Tensor], family: str, config: TransformerConfig) -> dict[str, Tensor]:
+    """``tensors`` by their names in ``family``; an expert is a view of its rows."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        names = hugging_face_names(name, family, config.shape)
+        named |= zip(names, tensor.chunk(len(names)), strict=True)
+    return named
+
+
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of the file, from 1, for each tensor, by its Hugging Face name; a tensor may be larger than a file."""
+    """The number of the file, from 1, for each tensor; a tensor may be larger than a file."""
     files: dict[str, int] = {}
     number = filled = 0
     for name, tensor in tensors.items():
         if not number or filled + tensor.nbytes > _LARGEST_FILE:
             number, filled = number + 1, 0
-        files[hugging_face_name(name)] = number
+        files[name] = number
         filled += tensor.nbytes
     return files
