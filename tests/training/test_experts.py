@@ -1,21 +1,31 @@
-"""Mixtures of experts train exactly in every layout, however documents are packed and experts divided.
+"""Mixtures of experts train exactly, however documents are packed and experts divided.
 
-The trainer itself runs, in float64; the oracle is the plain model on one document at a time, in one process, with the
+The trainer itself runs, in float64. The oracle is the plain model on one document at a time, in one process, with the
 same losses of routers and the same biases.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.jobs import write_store
-from tests.training.test_steps_equivalence import configure, trained_as_single_documents
+from tests.training.distributed import run_ranks
+from tests.training.jobs import job, read_steps, train, trainer_of, write_store
+from tests.training.oracle import losses_of_single_documents, remembered_plans
+from tests.training.test_steps_equivalence import PACKING, WINDOW, WINDOW_OF_SLICES
+from wlb.job.config import PRESETS, JobConfig
+from wlb.packing.plan import StepPlan
 
-WINDOW, WINDOW_OF_SLICES = 64, 1024
-
-MIXTURE: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "expert_hidden": 12, "first_dense_layers": 1}
-SHARED: dict[str, Any] = MIXTURE | {"shared_expert_hidden": 12, "router": "sigmoid", "tied_embeddings": True}
+STEPS = 20
+TOLERANCE = 1e-12  # of the loss of a step
+SOFTMAX: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "expert_hidden": 12}
+SIGMOID: dict[str, Any] = SOFTMAX | {
+    "shared_expert_hidden": 10,
+    "first_dense_layers": 1,
+    "router": "sigmoid",
+    "tied_embeddings": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,18 +36,90 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def configure(
+    folder: Path, system: str, model: dict[str, Any], parallel: dict[str, Any], /, name: str = "job", **training: Any
+) -> JobConfig:
+    sliced = system == "slices"
+    return job(
+        folder,
+        system if system in PRESETS else "balanced",
+        model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68} | model,
+        data={"context_window": WINDOW_OF_SLICES, "store": str(folder / "long")}
+        if sliced
+        else {"context_window": WINDOW, "store": str(folder / "store")},
+        parallel=parallel,
+        packing=PACKING.get(system, {}),
+        training={"dtype": "float64", "learning_rate": 0.003, "balance_loss": 0.02, "router_z_loss": 0.01} | training,
+        checkpoint={"dir": str(folder / name / "checkpoints"), "every": 1, "keep": STEPS},
+        metrics={"dir": str(folder / name / "metrics")},
+    )
+
+
+def _train(config: JobConfig) -> list[StepPlan]:
+    trainer = trainer_of(config)
+    plans = remembered_plans(trainer)
+    trainer.run()
+    return plans
+
+
+def losses_in(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_steps(folder)]
+
+
+def exhaustive(*values: Any) -> Any:
+    return pytest.param(*values, STEPS, marks=pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
-    ("preset", "model", "parallel"),
+    ("system", "model", "parallel", "checkpointing", "steps"),
     [
-        ("plain-4d", MIXTURE, {}),
-        ("plain-4d", MIXTURE, {"dp": 2}),
-        ("plain-4d", MIXTURE, {"dp": 2, "ep": 2}),
-        ("plain-4d", SHARED, {"dp": 2, "cp": 2, "ep": 4}),
-        ("plain-4d", SHARED, {"dp": 2, "tp": 2, "ep": 2}),
-        ("plain-4d", SHARED, {"dp": 2, "tp": 2, "ep": 4}),
-        ("level", SHARED, {"dp": 4, "ep": 2}),
-        ("slices", SHARED, {"dp": 2, "pp": 2, "pool": 2, "ep": 2}),
+        ("plain-4d", SIGMOID, {"dp": 2, "tp": 2, "ep": 4}, "keep_attention", 2),
+        ("level", SIGMOID, {"dp": 4, "ep": 2}, "full", 2),
+        ("slices", SOFTMAX, {"dp": 2, "pp": 2, "pool": 2, "ep": 2}, "none", 2),
+        exhaustive("plain-4d", SOFTMAX, {}, "none"),
+        exhaustive("plain-4d", SOFTMAX, {"dp": 2}, "full"),
+        exhaustive("plain-4d", SIGMOID, {"dp": 4, "ep": 2}, "keep_attention"),
+        exhaustive("per-document-4d", SIGMOID, {"dp": 2, "cp": 2, "ep": 2}, "none"),
+        exhaustive("wlb-llm", SOFTMAX, {"dp": 2, "cp": 2, "ep": 4}, "full"),
+        exhaustive("plain-4d", SOFTMAX, {"cp": 2, "tp": 2, "ep": 2}, "full"),
+        exhaustive("plain-4d", SIGMOID, {"dp": 2, "cp": 2, "tp": 2, "ep": 4}, "none"),
+        exhaustive("plain-4d", SIGMOID, {"dp": 2, "pp": 2, "tp": 2, "ep": 4}, "keep_attention"),
+        exhaustive("level", SOFTMAX, {"dp": 4, "ep": 2}, "none"),
+        exhaustive("level", SIGMOID, {"dp": 4, "ep": 4}, "keep_attention"),
+        exhaustive("level", SIGMOID, {"dp": 2, "tp": 2, "ep": 2}, "full"),
+        exhaustive("level", SOFTMAX, {"dp": 6, "ep": 2}, "full"),
+        exhaustive("slices", SIGMOID, {"dp": 2, "pp": 2, "pool": 2, "ep": 2}, "full"),
+        exhaustive("slices", SIGMOID, {"dp": 2, "pp": 2, "tp": 2, "pool": 2, "ep": 4}, "keep_attention"),
     ],
 )
-def test_it(preset: str, model: dict[str, Any], parallel: dict[str, Any], folder: Path) -> None:
-    trained_as_single_documents(configure(folder, preset, 4, parallel, model), folder / preset)
+def test_steps_have_the_losses_of_single_documents(
+    system: str, model: dict[str, Any], parallel: dict[str, Any], checkpointing: str, steps: int, folder: Path
+) -> None:
+    config = configure(folder, system, model, parallel, steps=steps, activation_checkpointing=checkpointing)
+    config = config.model_copy(update={"checkpoint": config.checkpoint.changed(dir=None)})
+    plans: list[StepPlan] = run_ranks(config.parallel.layout.world_size, _train, config)[0]
+    losses = losses_in(folder / "job")
+    assert losses == pytest.approx(losses_of_single_documents(config, plans), rel=TOLERANCE)
+    assert len(set(losses)) == steps
+    if system == "level" and config.parallel.layout.dp_cp > config.parallel.layout.ep_ranks:
+        rounds = [{one.ranks for one in plan.micro_batches} for plan in plans]
+        assert any(len(groups) > 1 for groups in rounds)
+        assert any(len(one.segments) > 1 for plan in plans for one in plan.micro_batches if len(one.ranks) > 1)
+    if system == "slices":
+        assert any(part.earlier for plan in plans for part in plan.micro_batches)
+
+
+def test_a_job_continues_to_the_bit_and_with_experts_divided_otherwise(tmp_path: Path) -> None:
+    write_store(tmp_path / "store", longest=2 * WINDOW)
+
+    def run(name: str, ep: int, steps: int) -> list[float]:
+        settings: dict[str, Any] = {"steps": steps, "lr_schedule": "constant", "router_bias_rate": 0.05}
+        run_ranks(4, train, configure(tmp_path, "level", SIGMOID, {"dp": 4, "ep": ep}, name=name, **settings))
+        return losses_in(tmp_path / name)
+
+    straight = run("straight", 2, 3)
+    for name, ep in (("again", 2), ("otherwise", 4)):
+        shutil.copytree(tmp_path / "straight", tmp_path / name)
+        for step in (2, 3):
+            shutil.rmtree(tmp_path / name / "checkpoints" / f"step-{step:08d}")
+        assert run(name, ep, 3) == (straight if ep == 2 else pytest.approx(straight, rel=TOLERANCE))

@@ -2,10 +2,8 @@
 
 A router sends each token to a few experts, and weighs their outputs. Experts are divided over the ranks of ``group``:
 tokens travel to the rank of their expert and back (GShard, arXiv 2006.16668, section 3.2), so all ranks of the group
-run the layer together, even without tokens. No token is dropped.
-
-Packing must not change the mathematics, so nothing here depends on a micro-batch as a whole. The losses of routers are
-sums over tokens. What they and the bias need from other tokens comes from the whole step before, or after the step.
+run the layer together, even without tokens. No token is dropped. Packing must not change the mathematics, so nothing
+here depends on a micro-batch as a whole; ``wlb.runtime.routers`` has the losses.
 
 Shapes: N tokens · D hidden · E experts of the layer · K experts of a token · F width of an expert.
 """
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from wlb.runtime.routers import counted, router_losses
 from wlb.workload import ModelShape
 from wlb.workload.shapes import Experts as ExpertsShape
 
@@ -82,15 +81,16 @@ class MixtureOfExperts(nn.Module):
         order = chosen_NK.flatten().argsort(stable=True)
         back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         rows = _Permuted.apply(x_ND.repeat_interleave(self.active, 0), order, back)
-        found = self._computed(rows, _counted(chosen_NK, len(self.bias)))
+        found = self._computed(rows, counted(chosen_NK, len(self.bias)))
         found_NKD = _Permuted.apply(found, back, order).unflatten(0, chosen_NK.shape)
         out_ND: Tensor = (found_NKD * weights_NK[..., None]).sum(1)
         if self.shared is not None:
             out_ND = out_ND + self.shared(x_ND)
         if routing is not None:
             real = min(len(x_ND), max(0, routing.rows - self.tp_rank * len(x_ND)))
-            routing.counts[self.layer] = _counted(chosen_NK[:real], len(self.bias))
-            out_ND = self._with_losses(out_ND, logits_NE[:real], scores_NE[:real], routing)
+            routing.counts[self.layer] = counted(chosen_NK[:real], len(self.bias))
+            of_tokens = logits_NE[:real], scores_NE[:real], self.shares
+            out_ND = _WithLoss.apply(out_ND, router_losses(*of_tokens, routing.balance, routing.z))
         return out_ND
 
     def _computed(self, rows: Tensor, counts_E: Tensor) -> Tensor:
@@ -108,19 +108,6 @@ class MixtureOfExperts(nn.Module):
         found = self.experts(_Permuted.apply(arrived, order, back), arriving.sum(0))
         home: Tensor = _Exchanged.apply(_Permuted.apply(found, back, order), receive, send, self.group)
         return home
-
-    def _with_losses(self, out_ND: Tensor, logits_NE: Tensor, scores_NE: Tensor, routing: Routing) -> Tensor:
-        """``out_ND``, whose backward adds the gradient of the router's losses."""
-        losses = []
-        if routing.balance:  # of the whole batch (arXiv 2501.11873), with the shares of the step before
-            shares_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
-            losses.append(routing.balance * len(self.shares) * (shares_NE @ self.shares.to(shares_NE.dtype)).sum())
-        if routing.z:  # ST-MoE, arXiv 2202.08906, section 3.2
-            losses.append(routing.z * logits_NE.logsumexp(-1).square().sum())
-        if not losses:
-            return out_ND
-        out: Tensor = _WithLoss.apply(out_ND, sum(losses))
-        return out
 
 
 class Experts(nn.Module):
@@ -161,13 +148,6 @@ def exchanged_counts(counts_E: Tensor, group: dist.ProcessGroup) -> tuple[list[i
     tables = torch.stack([counts_E, arriving]).unflatten(1, (dist.get_world_size(group), -1))
     send, receive = tables.sum(-1).tolist()
     return send, receive, tables[1]
-
-
-def _counted(chosen: Tensor, experts: int) -> Tensor:
-    """How often each expert is in ``chosen``, (E,) int64; on a GPU the host does not wait for it."""
-    ordered = chosen.flatten().sort().values
-    ends = torch.searchsorted(ordered, torch.arange(experts, device=ordered.device), right=True)
-    return ends.diff(prepend=ends.new_zeros(1))
 
 
 def _sent(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:

@@ -122,18 +122,20 @@ class Batch:
         """
         return self.attention if self.is_shared else None
 
-    def loss(self, logits: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, router: Tensor | None = None) -> Tensor:
         """The loss of this micro-batch as part of its step, a scalar in float32, or float64 for float64 logits.
 
         ``logits`` are (tokens, vocabulary) or (1, tokens, vocabulary). It assumes that gradients are averaged over
         ranks, as DDP and FSDP do. If your loop sums them, divide by ``ranks``. Without labels it is zero, and warns.
+        ``router`` are the summed losses of tokens in a mixture's routers (``RouterLosses``), weighted alike.
         """
         rows = logits[0] if isinstance(logits, Tensor) and logits.dim() == 3 and len(logits) == 1 else logits
         if not isinstance(rows, Tensor) or rows.shape[:-1] != self.labels.shape:
             kind = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
             needed = f"({len(self.labels)}, vocabulary), as model(**batch).logits of a Hugging Face model"
             raise UserError(f"logits are {kind}, and the batch has {len(self.labels)} tokens; give a tensor {needed}")
-        return packed_loss(rows, self.labels, self.loss_tokens, averaged_over=self.ranks)
+        loss = packed_loss(rows, self.labels, self.loss_tokens, averaged_over=self.ranks)
+        return loss if router is None else loss + router * (self.ranks / max(self.loss_tokens, 1))
 
     def to(self, device: torch.device | str) -> Self:
         there, names = torch.device(device), ("tokens", "labels", "position_ids")

@@ -1,0 +1,87 @@
+"""Losses of the routers of a mixture of experts that packing cannot change: sums over the tokens of a step.
+
+The usual balance loss multiplies, in every micro-batch, the share of tokens that an expert got by its mean probability;
+so it depends on which documents are packed together. That of the whole batch (arXiv 2501.11873) does not. It needs the
+shares of all tokens of the step, which are not known before its last micro-batch; so the shares of the step before take
+their place. A z-loss (ST-MoE, arXiv 2202.08906, section 3.2) is a sum over tokens anyway.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wlb.errors import UserError
+from wlb.runtime.batch import Batch
+
+
+def router_losses(logits_NE: Tensor, scores_NE: Tensor, shares_E: Tensor, balance: float, z: float) -> Tensor:
+    """The weighted losses of N tokens, a scalar; 0 if their probabilities and ``shares_E`` are even, and z is 0.
+
+    ``scores_NE`` are positive, and ``shares_E`` of the tokens of the step before add up to 1.
+    """
+    probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+    excess = len(shares_E) * (probabilities_NE @ shares_E.to(probabilities_NE.dtype)) - 1
+    return balance * excess.sum() + z * logits_NE.logsumexp(-1).square().sum()
+
+
+def counted(chosen: Tensor, experts: int) -> Tensor:
+    """How often each of ``experts`` is in ``chosen``, (experts,) int64; on a GPU the host does not wait for it."""
+    ordered = chosen.flatten().sort().values
+    ends = torch.searchsorted(ordered, torch.arange(experts, device=ordered.device), right=True)
+    return ends.diff(prepend=ends.new_zeros(1))
+
+
+class RouterLosses:
+    """The losses of the softmax routers of a model in a loop of your own, with the shares of the last step as state.
+
+        routers = RouterLosses(experts_per_token=8)
+        for step in steps:
+            for batch in step.batches:
+                out = model(**batch, output_router_logits=True)
+                batch.loss(out.logits, router=routers.of(batch, out.router_logits)).backward()
+            optimizer.step()
+            routers.end_step()
+
+    ``balance`` and ``z`` weigh the losses of a token in each layer. All processes of ``group`` call ``end_step``.
+    """
+
+    def __init__(
+        self, experts_per_token: int, *, balance: float = 0.001, z: float = 0.0, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._active, self._weights, self._group = experts_per_token, (balance, z), group
+        self._shares_LE: Tensor | None = None
+        self._counts_LE: Tensor | None = None
+
+    def of(self, batch: Batch, router_logits: Sequence[Tensor]) -> Tensor:
+        """The losses of ``batch``, for ``router`` of ``Batch.loss``; ``router_logits`` are (tokens, E) in each layer."""
+        tokens = 0 if batch.is_empty else len(batch.tokens)
+        if any(len(logits) != len(batch.tokens) for logits in router_logits) or not router_logits:
+            shapes = ", ".join(str(tuple(logits.shape)) for logits in router_logits[:2])
+            raise UserError(f"router_logits are {shapes or 'none'}, not ({len(batch.tokens)}, experts) in every layer")
+        wide = [logits[:tokens].to(torch.promote_types(logits.dtype, torch.float32)) for logits in router_logits]
+        counts = [counted(logits.topk(self._active).indices, logits.shape[-1]) for logits in wide]
+        together_LE = torch.stack(counts)
+        self._counts_LE = together_LE if self._counts_LE is None else self._counts_LE + together_LE
+        if self._shares_LE is None:
+            self._shares_LE = torch.full_like(together_LE, 1 / together_LE.shape[1], dtype=torch.float64)
+        pairs = zip(wide, self._shares_LE.to(wide[0].device), strict=True)
+        return torch.stack([router_losses(one, one.softmax(-1), shares, *self._weights) for one, shares in pairs]).sum()
+
+    def end_step(self) -> None:
+        """Take the shares of the step for the next one; a collective call."""
+        if self._counts_LE is None:
+            raise UserError("no losses were computed in this step; call of(batch, router_logits) in each micro-batch")
+        if dist.is_initialized():
+            dist.all_reduce(self._counts_LE, group=self._group)
+        self._shares_LE = self._counts_LE / self._counts_LE.sum(-1, keepdim=True, dtype=torch.float64)
+        self._counts_LE = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The shares after the last step, to save with the model; the same on all processes."""
+        return {"shares": self._shares_LE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._shares_LE = state["shares"]
