@@ -9,6 +9,7 @@ busiest GPU over those of the mean one, of ``ep`` GPUs that divide the experts, 
 
 Then plain-4d and level rounds train the same mixture in turns, on two and four real processes with ep = 2. "Speed" is
 trained tokens per CPU second of the critical path, over plain-4d (``benchmarks/parts/training/side_by_side.py``).
+plain-4d cuts documents at windows, so its tokens attend less; "equal work" counts predicted work in place of tokens.
 """
 
 import json
@@ -29,6 +30,7 @@ from benchmarks.parts.training.turns import CONFIG, prepare
 from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.job.config_file import load_config
+from wlb.job.configured_shape import configured_shape
 from wlb.models.experts import Routing
 from wlb.models.transformer import Transformer
 from wlb.packing.plan import MicroBatch
@@ -37,8 +39,14 @@ from wlb.runtime.reading import make_batch
 from wlb.training.environment import joined_job
 from wlb.training.preflight import check_job
 from wlb.training.trainer import Trainer
+from wlb.workload import make_workload
 
 MIXTURE = ("model.experts=32", "model.experts_per_token=4", "model.expert_hidden=128", "model.layers=4")
+ROUTERS = {
+    "softmax, balance loss 0.001": ["training.balance_loss=0.001"],
+    "softmax, balance loss 0.01": ["training.balance_loss=0.01"],
+    "sigmoid, bias": ["model.router=sigmoid", "training.balance_loss=0"],
+}
 SIZES, ROUNDS = (4, 8, 32), 64
 SYSTEMS = {"plain-4d": ["preset=plain-4d"], "level rounds": ["preset=balanced", "packing.grouping=level"]}
 
@@ -55,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.directory.mkdir(parents=True, exist_ok=True)
     store = prepare(options.directory)
-    uneven = [row for router in ("softmax", "sigmoid") for row in _unevenness(router, options, store)]
+    uneven = [row for router, settings in ROUTERS.items() for row in _unevenness(router, settings, options, store)]
     columns = {"router": "{router}", "round": "{round}", "ep": "{ep}", "uneven": "{median:.2f}", "most": "{most:.2f}"}
     show(f"after {options.steps} steps, {ROUNDS} rounds of {options.window} tokens", uneven, columns)
     speeds = [row for processes in (2, 4) for row in _speeds(processes, options, store)]
@@ -64,17 +72,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "": "{system}",
         "speed": "{speed:.2f}x",
         "least to most": "{least:.2f} to {most:.2f}",
+        "equal work": "{equal_work:.2f}x",
     }
     show("tokens per CPU second of the critical path, ep = 2", speeds, columns)
     write(facts("torch") | {"steps": options.steps, "uneven": uneven, "speeds": speeds}, options.out)
 
 
-def _unevenness(router: str, options: Any, store: Path) -> Iterator[dict[str, Any]]:
-    """Rows of the table, from a mixture that this process trains with this kind of ``router``."""
+def _unevenness(router: str, changes: Sequence[str], options: Any, store: Path) -> Iterator[dict[str, Any]]:
+    """Rows of the table, from a mixture that this process trains with ``changes`` for its ``router``."""
     window = options.window
     settings = [
-        *(*MIXTURE, f"model.router={router}", f"data.store={store}", f"data.context_window={window}"),
-        *("packing.global_batch=4", f"training.steps={options.steps}", "parallel.pp=1"),
+        *(*MIXTURE, *changes, f"data.store={store}", f"data.context_window={window}"),
+        *("packing.global_batch=2", f"training.steps={options.steps}", "parallel.pp=1"),
         *files_of(options.directory / router),
     ]
     config = load_config(CONFIG, settings)
@@ -115,27 +124,32 @@ def _routed(model: Transformer, one: MicroBatch, store: TokenStore) -> torch.Ten
 def _speeds(processes: int, options: Any, store: Path) -> Iterator[dict[str, Any]]:
     """Rows of the table: all systems train a step in turn."""
     folder = options.directory / f"{processes}"
+    shape = configured_shape(load_config(CONFIG, [*MIXTURE]).model, 512)
     notes: list[dict[tuple[int, int], list[list[Note]]]] = []
     for repetition in range(options.repetitions):
         words: list[str] = []
         for name, settings in SYSTEMS.items():
             shutil.rmtree(folder / name, ignore_errors=True)
             words += ["--job", str(CONFIG), *settings, *MIXTURE, *files_of(folder / name), f"data.store={store}"]
-            words += [f"parallel.dp={processes}", "parallel.ep=2", "parallel.pp=1"]
+            words += ["metrics.document_ids=segments", f"parallel.dp={processes}", "parallel.ep=2", "parallel.pp=1"]
             words += [f"packing.global_batch={4 * processes}", f"training.steps={options.compared + 1}"]
         launch(processes, folder / f"notes-{repetition}", words)
         notes.append(read_notes(folder / f"notes-{repetition}", processes))
     rates: list[list[float]] = []  # tokens per CPU second: of all repetitions together, and of each
+    work: list[float] = []  # of a token
     for number, name in enumerate(SYSTEMS):
         rows = [json.loads(line) for line in (folder / name / "steps.jsonl").read_text(encoding="utf-8").splitlines()]
         steps, tokens = range(2, options.compared + 2), sum(row["tokens"] for row in rows[1:])
+        lengths = [length for row in rows[1:] for *_, length in row["segments"]]
+        work.append(float(make_workload(shape, "cpu").document_seconds(lengths).sum()) / tokens)
         together = [[typical(one) for one in zip(*(of[number, step] for of in notes), strict=True)] for step in steps]
         seconds = [sum(map(step_seconds, together))]
         seconds += [sum(step_seconds(of[number, step]) for step in steps) for of in notes]
         rates.append([tokens / one for one in seconds])
-    for name, of_system in zip(SYSTEMS, rates, strict=True):
+    for name, of_system, of_token in zip(SYSTEMS, rates, work, strict=True):
         speeds = [mine / base for mine, base in zip(of_system, rates[0], strict=True)]
-        yield {"processes": processes, "system": name, "speed": speeds[0], "rate": of_system[0], **spread(speeds)}
+        row = {"processes": processes, "system": name, "speed": speeds[0], "equal_work": speeds[0] * of_token / work[0]}
+        yield row | {"tokens_per_cpu_second": of_system[0]} | spread(speeds)
 
 
 if __name__ == "__main__":
