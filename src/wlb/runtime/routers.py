@@ -56,7 +56,7 @@ class RouterLosses:
         self._counts_LE: Tensor | None = None
 
     def of(self, batch: Batch, router_logits: Sequence[Tensor]) -> Tensor:
-        """The losses of ``batch``, for ``router`` of ``Batch.loss``; ``router_logits`` are (tokens, E) in each layer."""
+        """The losses of ``batch``, for ``Batch.loss``; ``router_logits`` are (tokens, experts) of each routed layer."""
         tokens = 0 if batch.is_empty else len(batch.tokens)
         if any(len(logits) != len(batch.tokens) for logits in router_logits) or not router_logits:
             shapes = ", ".join(str(tuple(logits.shape)) for logits in router_logits[:2])
@@ -76,7 +76,7 @@ class RouterLosses:
             raise UserError("no losses were computed in this step; call of(batch, router_logits) in each micro-batch")
         if dist.is_initialized():
             dist.all_reduce(self._counts_LE, group=self._group)
-        self._shares_LE = self._counts_LE / self._counts_LE.sum(-1, keepdim=True, dtype=torch.float64)
+        self._shares_LE = self._counts_LE.double() / self._counts_LE.sum(-1, keepdim=True)
         self._counts_LE = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,82 @@
+"""Losses of routers in a loop of one's own: the same gradients and state however documents are packed."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wlb.errors import UserError
+from wlb.runtime.batch import Batch
+from wlb.runtime.routers import RouterLosses
+
+LAYERS, EXPERTS, ACTIVE, WIDTH = 2, 6, 2, 5
+BALANCE, Z = 0.3, 0.2
+TOKENS = torch.randn(40, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def batch_of(tokens: int, *, is_empty: bool = False) -> Batch:
+    labels = torch.full((tokens,), -100 if is_empty else 0)
+    zeros = torch.zeros(tokens, dtype=torch.int64)
+    return Batch(zeros, labels, zeros, (tokens,), loss_tokens=len(TOKENS), ranks=3, is_empty=is_empty)
+
+
+def trained(packings: Sequence[Sequence[int]]) -> tuple[Tensor, RouterLosses]:
+    """The gradient of the routers in the last of some steps, whose micro-batches have so many tokens."""
+    routers = RouterLosses(ACTIVE, balance=BALANCE, z=Z)
+    weights = torch.linspace(-1, 1, LAYERS * EXPERTS * WIDTH, dtype=torch.float64).view(LAYERS, EXPERTS, WIDTH).sin()
+    weights.requires_grad_()
+    for sizes in packings:
+        weights.grad = None
+        for rows in TOKENS.split([*sizes]):
+            batch = batch_of(len(rows))
+            logits = rows.new_zeros(len(rows), 3, requires_grad=True)
+            batch.loss(logits, router=routers.of(batch, [rows @ layer.T for layer in weights])).backward()
+        empty = batch_of(1, is_empty=True)
+        assert routers.of(empty, [TOKENS[:1] @ layer.T for layer in weights]) == 0
+        routers.end_step()
+        with torch.no_grad():
+            weights -= 0.1 * weights.grad
+    assert weights.grad is not None
+    return weights.grad, routers
+
+
+def test_packing_changes_neither_gradients_nor_state() -> None:
+    exact, routers = trained([[40], [40]])
+    for packing in ([10, 10, 10, 10], [1, 36, 3]):
+        found, others = trained([packing, packing[::-1]])
+        assert torch.allclose(found, exact, rtol=1e-12, atol=1e-14)
+        assert torch.equal(others.state_dict()["shares"], routers.state_dict()["shares"])
+
+
+def test_losses_are_those_of_the_whole_step_with_the_shares_of_the_last() -> None:
+    _, routers = trained([[40]])
+    logits = [TOKENS @ torch.ones(EXPERTS, WIDTH, dtype=torch.float64).cumsum(0).T / n for n in (7, 3)]
+    shares, expected = routers.state_dict()["shares"], 0.0
+    assert shares.sum(-1).tolist() == pytest.approx([1.0] * LAYERS)
+    for of_layer, share in zip(logits, shares, strict=True):
+        expected += BALANCE * float((EXPERTS * of_layer.softmax(-1).mean(0) @ share - 1) * len(TOKENS))
+        expected += Z * float(of_layer.logsumexp(-1).square().sum())
+    assert routers.of(batch_of(40), logits).item() == pytest.approx(expected, rel=1e-12)
+    routers.end_step()
+    chosen = [F.one_hot(one.topk(ACTIVE).indices, EXPERTS).sum((0, 1)).double() / 80 for one in logits]
+    assert torch.equal(routers.state_dict()["shares"], torch.stack(chosen))
+
+
+def test_a_state_continues() -> None:
+    _, routers = trained([[40]])
+    continued = RouterLosses(ACTIVE, balance=BALANCE, z=Z)
+    continued.load_state_dict(routers.state_dict())
+    logits = [TOKENS.new_ones(40, EXPERTS).cumsum(1)] * LAYERS
+    assert torch.equal(continued.of(batch_of(40), logits), routers.of(batch_of(40), logits))
+
+
+def test_wrong_uses_are_named() -> None:
+    routers = RouterLosses(ACTIVE)
+    with pytest.raises(UserError, match=r"router_logits are \(3, 6\), not \(40, experts\) in every layer"):
+        routers.of(batch_of(40), [torch.zeros(3, EXPERTS)])
+    with pytest.raises(UserError, match=r"router_logits are none"):
+        routers.of(batch_of(40), ())
+    with pytest.raises(UserError, match=r"no losses were computed in this step; call of"):
+        routers.end_step()
