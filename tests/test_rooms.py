@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "simulate": {"documents", "job", "packing", "schedules", "sharding", "workload"},
     "report": {"documents", "job", "packing", "schedules", "sharding", "simulate", "workload"},
     "attention": {"sharding"},
-    "models": {"documents", "job", "workload"},
+    "models": {"documents", "job", "runtime", "workload"},
     "runtime": {"attention", "documents", "job", "packing", "schedules", "sharding", "workload"},
     "training": {
         *("attention", "documents", "job", "models", "packing", "runtime", "schedules", "sharding", "simulate"),

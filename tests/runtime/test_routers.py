@@ -27,6 +27,7 @@ def trained(packings: Sequence[Sequence[int]]) -> tuple[Tensor, RouterLosses]:
     routers = RouterLosses(ACTIVE, balance=BALANCE, z=Z)
     weights = torch.linspace(-1, 1, LAYERS * EXPERTS * WIDTH, dtype=torch.float64).view(LAYERS, EXPERTS, WIDTH).sin()
     weights.requires_grad_()
+    gradient = torch.zeros_like(weights)
     for sizes in packings:
         weights.grad = None
         for rows in TOKENS.split([*sizes]):
@@ -36,10 +37,11 @@ def trained(packings: Sequence[Sequence[int]]) -> tuple[Tensor, RouterLosses]:
         empty = batch_of(1, is_empty=True)
         assert routers.of(empty, [TOKENS[:1] @ layer.T for layer in weights]) == 0
         routers.end_step()
+        assert weights.grad is not None
+        gradient = weights.grad.clone()
         with torch.no_grad():
-            weights -= 0.1 * weights.grad
-    assert weights.grad is not None
-    return weights.grad, routers
+            weights -= 0.1 * gradient
+    return gradient, routers
 
 
 def test_packing_changes_neither_gradients_nor_state() -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from wlb.runtime.routers import counted, router_losses
 from wlb.workload import ModelShape
-from wlb.workload.shapes import Experts as ExpertsShape
+from wlb.workload.shapes import Experts
 
 _ALIGNED = 16  # bytes of a row, of which grouped products need a multiple
 
@@ -52,11 +52,11 @@ class MixtureOfExperts(nn.Module):
     bias: Tensor
     shares: Tensor
 
-    def __init__(self, hidden: int, shape: ExpertsShape, router: str, layer: int, shared: nn.Module | None) -> None:
+    def __init__(self, hidden: int, shape: Experts, router: str, layer: int, shared: nn.Module | None) -> None:
         super().__init__()
         self.layer, self.active, self.scores = layer, shape.active, router
         self.router = nn.Linear(hidden, shape.count, bias=False)
-        self.experts = Experts(hidden, shape)
+        self.experts = GroupedExperts(hidden, shape)
         self.shared = shared
         self.register_buffer("bias", torch.empty(shape.count))
         self.register_buffer("shares", torch.empty(shape.count))
@@ -110,13 +110,13 @@ class MixtureOfExperts(nn.Module):
         return home
 
 
-class Experts(nn.Module):
+class GroupedExperts(nn.Module):
     """SwiGLU experts that are all here, one after another in the rows of three matrices.
 
     ``w1`` and ``w3`` have shape (experts x F, D), and ``w2`` (experts x D, F).
     """
 
-    def __init__(self, hidden: int, shape: ExpertsShape) -> None:
+    def __init__(self, hidden: int, shape: Experts) -> None:
         super().__init__()
         self.w1 = nn.Parameter(torch.empty(shape.count * shape.ffn_hidden, hidden))
         self.w2 = nn.Parameter(torch.empty(shape.count * hidden, shape.ffn_hidden))
