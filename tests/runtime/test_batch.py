@@ -1,5 +1,7 @@
 """The shards of all ranks together are the batch."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,11 +10,17 @@ from hypothesis import strategies as st
 
 from tests.training.documents import RandomDocuments
 from wlb.documents.segments import Segment
+from wlb.job.planner import StepPlanner
+from wlb.job.prices import level_shards
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import Batch, shard_batch
+from wlb.runtime.batch import Batch, RankSlice, shard_batch
 from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.reading import make_batch
 from wlb.sharding import STRATEGIES, make_shard_plan
+from wlb.simulate import simulated_job
+from wlb.simulate.decide import decide
+from wlb.workload import model_shape
+from wlb.workload.shapes import Experts
 
 STORE = RandomDocuments(np.array([1, 9, 2, 60, 17, 33]), vocab_size=50)
 STRATEGY = st.sampled_from(list(STRATEGIES))
@@ -65,3 +73,18 @@ def test_rows_divide_evenly_and_padding_has_no_label(
         assert len(shard.tokens) % multiple_of == 0
         assert len(shard.tokens) - held_by(shard) < multiple_of or held_by(shard) == 0
         assert (shard.labels[held_by(shard) :] == IGNORE_LABEL).all()
+
+
+def test_rounds_of_ranks_that_share_experts_run_in_the_shards_that_are_priced() -> None:
+    model = replace(model_shape("tiny"), experts=Experts(4, 2, 64))
+    packing = {"grouping": "level", "global_batch": 8}
+    job = decide(simulated_job(model, 256, "balanced", hardware="cpu", dp=4, ep=2, packing=packing), STORE.lengths)
+    plan = next(StepPlanner(job, STORE.lengths, epochs=None).plans())
+    rounds = plan.micro_batches
+    assert any(len(one.ranks) == 2 and len(one.segments) > 1 for one in rounds)
+    strategy, pool = job.sharding.strategy, job.layout.pool_size
+    for places, _, shards in level_shards(rounds, pool, job.costs, job.ranks_per_node, strategy):
+        for one, tokens in zip([rounds[place] for place in places], shards.tokens.tolist(), strict=True):
+            batch = make_batch(one, STORE)
+            ranks = [RankSlice(0, rank, job.layout, strategy, job.costs) for rank in one.ranks]
+            assert [held_by(rank.of(batch, one.ranks)) for rank in ranks] == tokens
