@@ -78,8 +78,7 @@ class MixtureOfExperts(nn.Module):
         weights_NK = scores_NE.gather(-1, chosen_NK)
         weights_NK = (weights_NK / weights_NK.sum(-1, keepdim=True)).to(x_ND.dtype)
 
-        order = chosen_NK.flatten().argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        order, back = _in_order(chosen_NK.flatten())
         rows = _Permuted.apply(x_ND.repeat_interleave(self.active, 0), order, back)
         found = self._computed(rows, counted(chosen_NK, len(self.bias)))
         found_NKD = _Permuted.apply(found, back, order).unflatten(0, chosen_NK.shape)
@@ -102,8 +101,7 @@ class MixtureOfExperts(nn.Module):
         # By source, then expert; the order of the results must not depend on who was first.
         expert = torch.arange(arriving.shape[1], device=rows.device).repeat(len(arriving))
         expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive))
-        order = expert.argsort(stable=True)
-        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        order, back = _in_order(expert)
         arrived = _Exchanged.apply(rows, send, receive, self.group)
         found = self.experts(_Permuted.apply(arrived, order, back), arriving.sum(0))
         home: Tensor = _Exchanged.apply(_Permuted.apply(found, back, order), receive, send, self.group)
@@ -148,6 +146,12 @@ def exchanged_counts(counts_E: Tensor, group: dist.ProcessGroup) -> tuple[list[i
     tables = torch.stack([counts_E, arriving]).unflatten(1, (dist.get_world_size(group), -1))
     send, receive = tables.sum(-1).tolist()
     return send, receive, tables[1]
+
+
+def _in_order(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The stable order of ``keys``, and its inverse."""
+    order = keys.argsort(stable=True)
+    return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def _sent(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:

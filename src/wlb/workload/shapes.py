@@ -112,6 +112,11 @@ class ModelShape:
                 f"rope_dim = {self.latent.rope_dim} for head_dim = {self.head_dim}; give every head a key/value head, "
                 "and a head_dim of at least rope_dim"
             )
+        if self.experts is not None and self.experts.dense_layers >= self.layers:
+            raise UserError(
+                f"model shape has experts.dense_layers = {self.experts.dense_layers} of {self.layers} layers, which "
+                "leaves none with experts; lower it"
+            )
         for name in ("full_attention_layers", "full_attention_every"):
             if getattr(self, name) is not None and self.sliding_window is None:
                 raise UserError(
