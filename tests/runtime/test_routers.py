@@ -81,3 +81,34 @@ def test_wrong_uses_are_named() -> None:
         routers.of(batch_of(40), ())
     with pytest.raises(UserError, match=r"no losses were computed in this step; call of"):
         routers.end_step()
+
+
+def test_a_hugging_face_mixture_trains_alike_in_every_packing() -> None:
+    transformers = pytest.importorskip("transformers")
+    from wlb.integrations.huggingface import register_attention
+    from wlb.integrations.packed import packed_batches
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 40}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True, "experts_implementation": "eager"}
+    config = transformers.Qwen3MoeConfig(**sizes, **heads, **experts, use_cache=False)
+    documents = [torch.arange(length) * 7 % 40 for length in (90, 7, 33, 64, 12, 5, 48, 20)]
+
+    def trained_in(micro_batches: int) -> Tensor:
+        torch.manual_seed(0)
+        model = transformers.Qwen3MoeForCausalLM(config).double()
+        register_attention(model)
+        optimizer, routers = torch.optim.SGD(model.parameters(), lr=0.1), RouterLosses(2, balance=BALANCE, z=Z)
+        window = sum(map(len, documents)) // micro_batches + 1
+        for step in packed_batches(
+            documents, context_window=window, micro_batches=micro_batches, model="tiny", epochs=3, shuffle=False
+        ):
+            for batch in step.batches:
+                out = model(**batch, output_router_logits=True)
+                batch.loss(out.logits, router=routers.of(batch, out.router_logits)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            routers.end_step()
+        return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+    assert torch.allclose(trained_in(3), trained_in(1), rtol=1e-12, atol=1e-15)
