@@ -86,6 +86,7 @@ def test_the_busiest_gpu_counts_and_an_overlapped_exchange_does_not():
         ({"dp": 2, "tp": 8, "ep": 4}, "ep = 4 is no multiple of tp = 8"),
         ({"dp": 4, "ep": 4, "shape": SHAPE}, "ep = 4 shares experts, and the model has none"),
         ({"dp": 8, "ep": 4, "preset": "balanced", "pool": 2}, "pool = 2 splits the 4 ranks that share experts"),
+        ({"dp": 2, "pp": 2, "ep": 2, "schedule": "planned"}, "'planned' orders the operations of each pool of cp = 1"),
     ],
 )
 def test_groups_that_cannot_share_experts_are_refused(layout: dict[str, Any], message: str):

@@ -390,13 +390,18 @@ class Job:
             )
 
     def _check_expert_groups(self) -> None:
-        """Raise ``UserError`` if a pool splits ranks that share experts, which exchange tokens in every layer."""
+        """Raise ``UserError`` if ranks that share experts, and so run every layer together, could run other orders."""
         size, together = self.layout.pool_size, self.layout.ep_ranks
         said = f"the {together} ranks that share experts (ep = {self.layout.ep}, tp = {self.layout.tp})"
         if not self.packing.is_balanced and size % together and together % size:
             raise UserError(f"cp = {size} and {said} do not divide each other; change one of the sizes")
         if self.packing.is_balanced and self.layout.pool is not None and size % together:
             raise UserError(f"pool = {size} splits {said}; give a multiple of {together}")
+        if not self.packing.is_balanced and self.plans_operations and size < together:
+            raise UserError(
+                f"schedule = 'planned' orders the operations of each pool of cp = {size} by itself, and {said} are in "
+                "several; give another schedule, or a larger cp"
+            )
 
     def _check_level_steps(self) -> None:
         layout = self.layout

@@ -20,6 +20,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 WEIGHTS, GRADIENTS = "gathering weights", "reducing gradients"
 TENSOR_PARALLEL, LOSS = "tensor-parallel activations", "loss and norms over tensor-parallel ranks"
 KEYS_AND_VALUES, STAGES, AGREEMENT = "keys and values", "activations of stages", "agreement of ranks"
+EXPERTS, COUNTS = "tokens of experts", "numbers of tokens of experts"
 _NAMESPACES = ("c10d", "_c10d_functional")
 
 
@@ -107,11 +108,14 @@ def _functional(operation: str, purpose: str, arguments: dict[str, Any]) -> Call
 
 
 def _all_to_all(arguments: dict[str, Any]) -> Call:
+    """Keys and values, which have four dimensions; rows for experts; or how many those are, as many for every rank."""
     output, group = arguments["output"], _group(arguments)
-    receives, sends = tuple(arguments["output_split_sizes"]), tuple(arguments["input_split_sizes"])
+    purpose = {4: KEYS_AND_VALUES, 2: EXPERTS, 1: COUNTS}[output.dim()]
+    even = [len(output) // group.size()] * group.size()
+    receives, sends = (tuple(arguments[f"{side}_split_sizes"]) or tuple(even) for side in ("output", "input"))
     others = sum(receives) - receives[group.rank()]
     row_bytes = math.prod(output.shape[1:]) * output.element_size()
-    call = _collective("all_to_all", KEYS_AND_VALUES, group, output)
+    call = _collective("all_to_all", purpose, group, output)
     return call._replace(shape=(_type(output), sends, receives), received=others * row_bytes)
 
 

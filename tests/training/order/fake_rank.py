@@ -1,11 +1,12 @@
 """Steps of one rank of a job without the other ranks: its calls, and the peak of its memory.
 
 The process group is PyTorch's fake one, which answers at once: what is received has the right size and no meaning.
-Tensors are fake, so operators compute shapes and types only. Their device is the CPU for a GPU's rank too, as autograd
-needs a PyTorch that was built for the device of its tensors; the GPU's kernels are chosen by name.
+Tensors are fake, so operators compute shapes and types only; ``Routes`` chooses the experts of tokens. Their device is
+the CPU for a GPU's rank too, as autograd needs a PyTorch that was built for the device of its tensors; the GPU's
+kernels are chosen by name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -15,8 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._ops import OpOverload
@@ -30,13 +33,16 @@ from tests.programs import FORKS
 from tests.training.order.calls import Call, CallLog
 from wlb.attention.backends import BACKENDS, cuda
 from wlb.job.config import JobConfig
+from wlb.models import experts
+from wlb.models.experts import MixtureOfExperts, Routing
 from wlb.os_limits import usable_cores
-from wlb.packing.plan import StepPlan
-from wlb.runtime.batch import Batch
+from wlb.packing.plan import MicroBatch, StepPlan
+from wlb.runtime.batch import Batch, RankSlice
+from wlb.runtime.reading import make_batch
 from wlb.training.dry_run import find_problems
 from wlb.training.observe import Monitor
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.training.rank_model import build_model
+from wlb.training.rank_model import RankModel, build_model
 from wlb.training.steps import open_steps
 from wlb.training.trainer import train_step
 
@@ -87,8 +93,10 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
                     moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
                     optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
         memory.track_external(*model.stages, *model.optimizers)
+        routes, read = Routes(lambda: runner.routed), partial(make_batch, store=checked.store)
         counts = [len(log.calls)]
         with (
+            routes.followed(),
             closing(open_steps(checked.store, job, config.training, share=model.share)) as loader,
             log.listening(),
             memory.without_trials(),
@@ -96,6 +104,7 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
             for step in range(1, steps + 1):
                 with watcher:
                     planned = next(loader)
+                routes.begin(planned.plan, _sharing_experts(model), read)
                 loaded = replace(planned, batches=tuple(_on_device(batch, fake) for batch in planned.batches))
                 memory.track_external(*(getattr(batch, name) for batch in loaded.batches for name in _ON_DEVICE))
                 with watcher, fake, memory:
@@ -132,6 +141,61 @@ class StepWatcher(TorchDispatchMode):
             return 1.0 if args[0].is_floating_point() else 1
         self._log.see(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+class Routes:
+    """The rows that ranks of an expert-parallel group send each other, in place of those that routers would choose.
+
+    Each rank cuts its rows by the same unequal shares. Those that arrive follow from the micro-batches of the others,
+    so ranks whose micro-batches do not correspond expect other sizes. ``micro_batches`` are those of this rank.
+    """
+
+    def __init__(self, micro_batches: Callable[[], Sequence[Routing]]) -> None:
+        self._micro_batches = micro_batches
+        self._rows: list[list[int]] = []  # of each rank of the group, in each of its micro-batches
+        self._sent: list[list[int]] = []  # by each rank to each, in the present one
+
+    def begin(self, plan: StepPlan, group: Sequence[RankSlice], read: Callable[[MicroBatch], Batch]) -> None:
+        """Begin the step of ``plan``, of which the ranks of the ``group`` run these slices."""
+        self._rows = [[len(batch.tokens) // share.layout.tp for batch in share.batches(plan, read)] for share in group]
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        forward, exchanged = MixtureOfExperts.forward, experts.exchanged_counts
+
+        def in_micro_batch(mixture: MixtureOfExperts, x_ND: Tensor, routing: Routing) -> Tensor:
+            index = next(index for index, one in enumerate(self._micro_batches()) if one is routing)
+            self._sent = [_cut(mixture.active * sum(rows[index : index + 1]), len(self._rows)) for rows in self._rows]
+            return forward(mixture, x_ND, routing)
+
+        def counts(counts_E: Tensor, group: dist.ProcessGroup) -> tuple[list[int], list[int], Tensor]:
+            *_, arriving = exchanged(counts_E, group)
+            receive = [sent[group.rank()] for sent in self._sent]
+            return self._sent[group.rank()], receive, F.pad(torch.tensor(receive)[:, None], (0, arriving.shape[1] - 1))
+
+        with (
+            mock.patch.object(MixtureOfExperts, "forward", in_micro_batch),
+            mock.patch.object(experts, "exchanged_counts", counts),
+            mock.patch.object(experts, "_can_group", return_value=True),
+        ):
+            yield
+
+
+def _cut(rows: int, parts: int) -> list[int]:
+    """The first part gets the least, but one row if possible: the fake group receives no rows where none are sent."""
+    one = min(rows, parts)
+    ends = [one * part // parts + (rows - one) * part**2 // parts**2 for part in range(parts + 1)]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def _sharing_experts(model: RankModel) -> list[RankSlice]:
+    """The slices of the ranks that divide the experts with this one, in the order of their group."""
+    mesh, layout = model.mesh, model.checked.job.layout
+    if mesh.experts is None:
+        return []
+    sizes = layout.pp, layout.pools, layout.pool_size, layout.tp
+    ranks = np.unravel_index(dist.get_process_group_ranks(mesh.experts.get_group("ep")), sizes)
+    return [replace(model.share, dp_rank=int(dp), cp_rank=int(cp)) for _, dp, cp, _ in zip(*ranks, strict=True)]
 
 
 class PeakMemory(MemTracker):

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from tests.limits import examples
 from tests.training.jobs import job
-from tests.training.order.calls import GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, Call
-from tests.training.order.fake_rank import run_fake_ranks
+from tests.training.order.calls import COUNTS, EXPERTS, GRADIENTS, KEYS_AND_VALUES, STAGES, TENSOR_PARALLEL, Call
+from tests.training.order.fake_rank import RankRun, run_fake_ranks
 from tests.training.order.order import OrderError, check_order
 from wlb.job.config import PRESETS
 
 NOWHERE = Path("/nowhere")
+MIXTURE = {"experts": 8, "experts_per_token": 2, "expert_hidden": 16, "shared_expert_hidden": 8, "router": "sigmoid"}
 
 
 @cache
-def calls_of(
+def runs_of(
     preset: str,
     hardware: str,
     checkpointing: str,
@@ -28,46 +29,78 @@ def calls_of(
     seed: int = 0,
     tied: bool = False,
     steps: int = 2,  # later ones gather weights in another order than the first
-) -> dict[int, list[Call]]:
+    packing: tuple[tuple[str, Any], ...] = (),
+) -> dict[int, RankRun]:
+    """The ranks of a job; with ``ep`` in its layout, of a mixture of experts, whose first block of two is dense."""
     parallel: dict[str, Any] = dict(layout)
     if parallel.get("virtual_pp", 1) > 1:
         parallel["schedule"] = "interleaved_1f1b"
     stages = parallel.get("pp", 1) * parallel.get("virtual_pp", 1)
     ranks = parallel.get("dp", 1) * parallel.get("cp", 1)
+    model: dict[str, Any] = {"layers": stages, "heads": 4, "kv_heads": 4, "vocab_size": 64, "tied_embeddings": tied}
+    training = {"activation_checkpointing": checkpointing}
+    if "ep" in parallel:
+        model |= MIXTURE | {"layers": max(2, stages), "first_dense_layers": int(stages == 1)}
+        training |= {"router_z_loss": 0.001}
     config = job(
         NOWHERE,
         preset,
-        model={"layers": stages, "heads": 4, "kv_heads": 4, "vocab_size": 64, "tied_embeddings": tied},
+        model=model,
         data={"seed": seed},
         parallel=parallel,
-        packing={"global_batch": 2 * ranks * parallel.get("pp", 1)},
-        training={"activation_checkpointing": checkpointing},
+        packing={"global_batch": 2 * ranks * parallel.get("pp", 1), **dict(packing)},
+        training=training,
     )
-    runs = run_fake_ranks(config, hardware, range(config.parallel.layout.world_size), steps)
+    return run_fake_ranks(config, hardware, range(config.parallel.layout.world_size), steps)
+
+
+def calls_of(*job: Any, **settings: Any) -> dict[int, list[Call]]:
+    runs = runs_of(*job, **settings)
     return {rank: [call for calls in (run.setup, *run.steps) for call in calls] for rank, run in runs.items()}
 
 
-def layout(**sizes: int) -> tuple[tuple[str, int], ...]:
+def layout(**sizes: Any) -> tuple[tuple[str, Any], ...]:
     return tuple(sizes.items())
 
 
 LEVEL = ("balanced", "h100", "none", layout(dp=2, cp=2))
+FEW = layout(global_batch=2)
+SLICES = layout(global_batch=2, grouping="slices", rank_micro_batches=2)
+ROUNDS = layout(global_batch=1, grouping="level", max_length_factor=1.0)
+# Two groups of two ranks: one round against two, of which one has a single token, then one shared by both groups.
+LEVEL_EXPERTS = ("balanced", "h100", "none", layout(dp=4, ep=2), 11, False, 2, ROUNDS)
 
 
 @pytest.mark.parametrize(
-    ("job", "purpose"),
+    ("job", "purposes"),
     [
-        (("plain-4d", "h100", "keep_attention", layout(pp=2)), STAGES),
-        (("plain-4d", "h100", "keep_attention", layout(cp=2)), KEYS_AND_VALUES),
-        (("plain-4d", "h100", "keep_attention", layout(tp=2)), TENSOR_PARALLEL),
-        (LEVEL, GRADIENTS),
+        (LEVEL, {GRADIENTS}),
+        (("plain-4d", "h100", "full", layout(dp=2, tp=2, ep=4), 0, False, 2, FEW), {TENSOR_PARALLEL, EXPERTS}),
+        (
+            ("plain-4d", "h100", "keep_attention", layout(cp=2, pp=2, ep=2), 0, False, 2, FEW),
+            {STAGES, KEYS_AND_VALUES, EXPERTS},
+        ),
+        (
+            ("balanced", "h100", "none", layout(dp=2, pp=2, pool=2, ep=2), 0, True, 2, SLICES),
+            {STAGES, KEYS_AND_VALUES, EXPERTS},
+        ),
+        (LEVEL_EXPERTS, {COUNTS, EXPERTS}),
     ],
-    ids=["pp", "cp", "tp", "balanced"],
+    ids=["balanced", "pools that share experts", "1F1B", "slices", "level rounds"],
 )
-def test_every_call_of_a_job_can_be_made(job, purpose):
+def test_every_call_of_a_job_can_be_made(job, purposes):
     calls = calls_of(*job)
     assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
-    assert all(purpose in {call.purpose for call in of_rank} for of_rank in calls.values())
+    assert all(purposes <= {call.purpose for call in of_rank} for of_rank in calls.values())
+    for run in runs_of(*job).values():
+        used = {call.group for calls in run.steps for call in calls}
+        assert used <= {call.group for call in run.setup}, "a communicator that did not exist before the first step"
+
+
+def test_ranks_that_share_experts_run_as_many_rounds_and_other_ranks_another_number():
+    calls = calls_of(*LEVEL_EXPERTS)
+    counts = [sum(call.purpose == COUNTS for call in calls[rank]) for rank in sorted(calls)]
+    assert counts[0] == counts[1] != counts[2] == counts[3]
 
 
 def test_the_ends_of_a_pipeline_can_sum_the_gradients_of_tied_embeddings():
@@ -95,6 +128,9 @@ def layouts(draw):
         )
     if sizes["pp"] > 1:
         sizes["virtual_pp"] = draw(st.sampled_from([1, 2]))
+    if draw(st.booleans()):  # a mixture of experts
+        ranks = sizes["dp"] * sizes["cp"]
+        sizes["ep"] = sizes["tp"] * draw(st.sampled_from([size for size in (1, 2, 4, 8) if ranks % size == 0]))
     return layout(**sizes)
 
 
@@ -117,7 +153,7 @@ def test_every_call_of_any_job_can_be_made(preset, checkpointing, sizes, seed, t
 @settings(max_examples=examples(15), deadline=None)
 @given(st.data())
 def test_a_call_that_one_rank_leaves_out_is_found(data):
-    calls = calls_of(*LEVEL)
+    calls = calls_of(*data.draw(st.sampled_from([LEVEL, LEVEL_EXPERTS])))
     rank = data.draw(st.sampled_from(sorted(calls)))
     left_out = data.draw(st.integers(0, len(calls[rank]) - 1))
     shortened = calls | {rank: calls[rank][:left_out] + calls[rank][left_out + 1 :]}

@@ -46,10 +46,10 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
         sizes = layout.pp, layout.dp_cp * layout.tp // layout.ep, layout.ep
         experts = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "efsdp", "ep"))
     mesh = JobMesh(work, work["dp", "cp"]._flatten("dp_cp"), experts)
-    # NCCL sets up a group in its first call, in which all ranks must take part. But the first call may be an exchange
-    # among some ranks of a context-parallel group, or the sum of tied embeddings at both ends of a pipeline.
-    groups = [mesh.group(dimension) for dimension in ("cp", "pp") if mesh.size(dimension) > 1]
-    groups += [experts.get_group(dimension) for dimension in ("efsdp", "ep")] if experts else []
-    for group in groups:
-        dist.all_reduce(torch.zeros(1, device=device_type), group=group)
+    # NCCL sets up a group in its first call, in which all ranks must take part. In a step it might be an exchange among
+    # some of them, or of ranks that wait for each other elsewhere, so every group makes it here.
+    sharded = [mesh.weights.get_group()] + ([experts.get_group(name) for name in ("efsdp", "ep")] if experts else [])
+    for group in [dist.group.WORLD, *sharded, *map(mesh.group, ("cp", "pp", "tp"))]:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.zeros(1, device=device_type), group=group)
     return mesh
