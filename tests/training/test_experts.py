@@ -4,6 +4,7 @@ The trainer itself runs, in float64. The oracle is the plain model on one docume
 same losses of routers and the same biases.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.training.distributed import run_ranks
 from tests.training.jobs import job, read_steps, train, trainer_of, write_store
 from tests.training.oracle import losses_of_single_documents, remembered_plans
 from tests.training.test_steps_equivalence import PACKING, WINDOW, WINDOW_OF_SLICES
-from wlb.job.config import PRESETS, JobConfig
+from wlb.job.config import PRESETS, EvaluationConfig, JobConfig
 from wlb.packing.plan import StepPlan
 
 STEPS = 20
@@ -79,6 +80,7 @@ def exhaustive(*values: Any) -> Any:
         exhaustive("plain-4d", SOFTMAX, {}, "none"),
         exhaustive("plain-4d", SOFTMAX, {"dp": 2}, "full"),
         exhaustive("plain-4d", SIGMOID, {"dp": 4, "ep": 2}, "keep_attention"),
+        exhaustive("plain-4d", SIGMOID, {"dp": 4, "ep": 2, "weights": "gathered"}, "full"),
         exhaustive("per-document-4d", SIGMOID, {"dp": 2, "cp": 2, "ep": 2}, "none"),
         exhaustive("wlb-llm", SOFTMAX, {"dp": 2, "cp": 2, "ep": 4}, "full"),
         exhaustive("plain-4d", SOFTMAX, {"cp": 2, "tp": 2, "ep": 2}, "full"),
@@ -114,8 +116,11 @@ def test_a_job_continues_to_the_bit_and_with_experts_divided_otherwise(tmp_path:
 
     def run(name: str, ep: int, steps: int) -> list[float]:
         settings: dict[str, Any] = {"steps": steps, "lr_schedule": "constant", "router_bias_rate": 0.05}
-        run_ranks(4, train, configure(tmp_path, "level", SIGMOID, {"dp": 4, "ep": ep}, name=name, **settings))
-        return losses_in(tmp_path / name)
+        config = configure(tmp_path, "level", SIGMOID, {"dp": 4, "ep": ep}, name=name, **settings)
+        held_out = EvaluationConfig.of({"store": str(tmp_path / "store"), "documents": 20})
+        run_ranks(4, train, config.model_copy(update={"evaluation": held_out}))
+        evaluation = (tmp_path / name / "metrics" / "evaluation.jsonl").read_text(encoding="utf-8")
+        return [*losses_in(tmp_path / name), json.loads(evaluation)["loss"]]
 
     straight = run("straight", 2, 3)
     for name, ep in (("again", 2), ("otherwise", 4)):

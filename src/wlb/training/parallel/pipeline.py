@@ -92,22 +92,22 @@ class PipelineRunner:
         summed over all ranks, the mean of the step's labelled tokens.
         """
         batches, loss_tokens = [batch.to(self._execution.device) for batch in batches], max(loss_tokens, 1)
-        keywords = [_keywords(batch, *router_losses) for batch in batches]
-        self.routed = [of_batch["routing"] for of_batch in keywords]
+        self.routed = [Routing(_tokens(batch), *router_losses) for batch in batches]
         with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
             if self._pipeline is None:
                 (module,), kept = self._modules, self._layout.keeps_weights
 
                 def loss_of(batch: Batch) -> Tensor:
-                    return _LOSS(module(batch.tokens, **next(arguments)), batch.labels, loss_tokens)
+                    return _LOSS(module(batch.tokens, **_keywords(batch, next(routings))), batch.labels, loss_tokens)
 
-                arguments = iter(keywords)
+                routings = iter(self.routed)
                 how: dict[str, Any] = {"calibration": self._calibration, "measuring": self._clock.measuring}
                 losses = run_batches(module, batches, loss_of, keep_weights=kept, **how)
             else:
                 mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
                 rows = [len(batch.tokens) // self._mesh.size("tp") for batch in batches]
                 targets = [(index, batch.labels, loss_tokens) for index, batch in enumerate(batches)]
+                keywords = [*map(_keywords, batches, self.routed)]
                 inputs = [batch.tokens for batch in batches], rows, keywords, targets
                 losses = run_order(self._pipeline, mine, *inputs)
                 sum_tied_gradients(self._modules, self._mesh.group("pp"))
@@ -122,11 +122,15 @@ class PipelineRunner:
             return _LOSS(scores_TV, labels, loss_tokens)
 
 
-def _keywords(batch: Batch, balance: float, z: float) -> dict[str, Any]:
+def _keywords(batch: Batch, routing: Routing) -> dict[str, Any]:
+    attend = batch.attention and batch.attention.of_one_stage()
+    return {"positions_T": batch.position_ids, "attend": attend, "routing": routing}
+
+
+def _tokens(batch: Batch) -> int:
+    """Tokens of the step in ``batch``; without documents it has one that is none."""
     assert batch.attention is not None
-    # A batch without documents has one token, which is none of the step's.
-    routing = Routing(0 if batch.is_empty else batch.attention.local_tokens, balance, z)
-    return {"positions_T": batch.position_ids, "attend": batch.attention.of_one_stage(), "routing": routing}
+    return 0 if batch.is_empty else batch.attention.local_tokens
 
 
 def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
