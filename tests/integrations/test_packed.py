@@ -147,10 +147,12 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
         *((DOCUMENTS, {"calibrate": every}, f"calibrate = {every} is not") for every in (True, -1, 1.5)),
         (DOCUMENTS, {"calibrate": 2, "workload": make_workload("7b")}, "calibrate measures prices, and workload"),
         (DOCUMENTS, {"calibrate": 2, "cp": 2, "rank": 0}, "calibrate cannot time shared"),
+        (DOCUMENTS, {"calibrate": 2, "ep": 2, "own_lists": True, "dp": 2, "rank": 0}, "calibrate cannot time shared"),
+        (DOCUMENTS, {"ep": 2}, "ep = 2 is for own_lists"),
     ]
     for documents, settings, message in refused:
         with pytest.raises(UserError, match=message):
-            packed_batches(documents, **SIZES, **settings)
+            packed_batches(documents, **SIZES | {"model": "qwen3-30b-a3b"} | settings)
 
 
 def test_a_step_that_was_not_measured_stops_the_next():

@@ -119,17 +119,23 @@ def test_what_cannot_be_trained_is_refused(store: str):
         loader.state_dict()
 
 
-@pytest.mark.parametrize("level", [False, True])
-def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store: str, level: bool):
-    """Two processes, FSDP2 over gloo. In level steps they share some micro-batches and differ in how many they run."""
-    program = ("-m", "tests.integrations.torchtitan_steps", store, "--seq-len", str(SEQ_LEN), "--steps", "3")
-    report = _run(2, *program, *["--level"] * level)
+@pytest.mark.parametrize(("level", "ep"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store: str, level: bool, ep: int):
+    """FSDP2 over gloo. In level steps ranks share some micro-batches and differ in how many they run.
+
+    Two groups of two ranks that share experts do so too, and the ranks of a group run the same micro-batches.
+    """
+    processes, steps = (4, 2) if level and ep > 1 else (2, 3)
+    program = ("-m", "tests.integrations.torchtitan_steps", store, "--seq-len", str(SEQ_LEN), "--steps", str(steps))
+    report = _run(processes, *program, "--ep", str(ep), *["--level"] * level)
     assert report["documents_once"]
     assert report["continues"]
     assert report["error"] < 1e-6
+    assert report["bias_error"] == 0
     assert (report["shared"] > 0) == level
-    first, second = report["micro_batches"]
-    assert (first != second) == level
+    first, *of_group, last = report["micro_batches"]
+    assert (first != last) == level
+    assert of_group in ([], [first, last])
 
 
 def level_debugmodel() -> Any:
@@ -165,6 +171,11 @@ def test_the_command_line_takes_level_steps_and_what_they_exclude_is_refused():
         config.build()
     config.training.disable_cuda_graphs, config.parallelism.pipeline_parallel_degree = False, 1
     with pytest.raises(UserError, match="CUDA graphs"):
+        config.build()
+    from torchtitan.models.qwen3 import model_registry
+
+    config.model_spec = model_registry("debugmodel_moe", moe_comm_backend="deepep")
+    with pytest.raises(UserError, match=r"switch off .*, a moe_comm_backend that is not standard"):
         config.build()
 
 

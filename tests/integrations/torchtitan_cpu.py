@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import torchtitan.tools.utils as titan_utils
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 titan_utils.device_type, titan_utils.device_module = "cpu", torch.cpu  # others copy them when they are imported
 
@@ -21,13 +24,14 @@ import torchtitan.components.metrics as titan_metrics  # noqa: E402
 import torchtitan.distributed.utils as titan_distributed  # noqa: E402
 from torchtitan.components.loss import CrossEntropyLoss  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
-from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata  # noqa: E402
+from torchtitan.models.common.attention import VarlenAttention  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts, MoE  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_varlen_attn  # noqa: E402
+from torchtitan.models.qwen3 import model_registry  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from wlb.attention import segment_attention  # noqa: E402
 from wlb.documents.store.reader import TokenStore  # noqa: E402
-from wlb.integrations.torchtitan import BaseDataLoader, level_steps  # noqa: E402
+from wlb.integrations.torchtitan import BaseDataLoader, LevelAttention, level_steps  # noqa: E402
 
 IN_ROWS = BaseDataLoader.__module__ == "torchtitan.components.dataloader"  # 0.3.0, not main
 
@@ -46,22 +50,21 @@ titan_metrics.build_device_memory_monitor = _NoMemoryMonitor
 titan_distributed.set_pg_timeouts = lambda **_: None  # gloo's cannot be changed
 
 
-class SegmentAttention(VarlenAttention):
-    """Our attention inside documents; torchtitan's tensors are (1, tokens, heads, head_dim), in main without the 1."""
+class Float32Experts(GroupedExperts):
+    """torchtitan's experts, which compute in bfloat16, in float32."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(VarlenAttention.Config):
+    class Config(GroupedExperts.Config):
         pass
 
-    def __init__(self, config: Config) -> None:
-        torch.nn.Module.__init__(self)
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        gate, down, up = (w.to_local() if isinstance(w, DTensor) else w for w in self.parameters())
+        ends = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
 
-    def forward(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *, attention_masks: VarlenMetadata, **_: Any
-    ) -> Tensor:
-        lengths = [length for length in attention_masks.cu_seq_q.diff().tolist() if length]
-        out = segment_attention(q_BLNH.flatten(0, -3), k_BLNH.flatten(0, -3), v_BLNH.flatten(0, -3), lengths)
-        return out.view_as(q_BLNH)
+        def times(rows: Tensor, weight: Tensor) -> Tensor:
+            return torch._grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+
+        return times(F.silu(times(x_RD, gate)) * times(x_RD, up), down)
 
 
 class StoredTokens(BaseTokenizer):
@@ -86,15 +89,23 @@ class StoredTokens(BaseTokenizer):
         return 2048
 
 
-def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int, level: bool = False) -> Trainer.Config:
-    """torchtitan's debug Llama with our batches of ``store`` on the processes of this job, with FSDP2."""
+def cpu_config(
+    store: str, *, seq_len: int, micro_batches: int, steps: int, level: bool = False, ep: int = 1
+) -> Trainer.Config:
+    """torchtitan's debug Llama with our batches of ``store`` on the processes of this job, with FSDP2.
+
+    With ``ep`` over 1 its debug Qwen3 with two layers of eight experts, and expert parallelism.
+    """
     config = llama3_debugmodel_varlen_attn()
+    if ep > 1:
+        config.model_spec, config.parallelism.expert_parallel_degree = _small_mixture(), ep
     for _, attention, parent, name in list(config.model_spec.model.traverse(VarlenAttention.Config)):
-        setattr(parent, name, SegmentAttention.Config(window_size=attention.window_size))
+        setattr(parent, name, LevelAttention.Config(window_size=attention.window_size))
     if not level:  # which trains with the loss in chunks, for which it pads
         config.loss = CrossEntropyLoss.Config(global_vocab_size=config.loss.loss_fn.global_vocab_size)
     config.tokenizer = StoredTokens.Config(store=store)
-    settings: dict[str, Any] = {"store": store, "micro_batches": micro_batches, "model": "tiny", "hardware": "cpu"}
+    priced_as = "tiny" if ep == 1 else "qwen3-30b-a3b"
+    settings: dict[str, Any] = {"store": store, "micro_batches": micro_batches, "model": priced_as, "hardware": "cpu"}
     settings |= {"multiple_of": 8 if level else 1, "seed": 0}
     config.override.imports = [] if level else [("wlb.integrations.torchtitan.balance", settings)]
     config.training.steps = steps
@@ -110,15 +121,32 @@ def cpu_config(store: str, *, seq_len: int, micro_batches: int, steps: int, leve
     config.parallelism.spmd_backend = "partial_dtensor"
     config.validator.enable = config.checkpoint.enable = False
     config.hf_assets_path = None
-    return level_steps(config, max_length_factor=0.75, **settings) if level else config  # so that ranks share some
+    windows = 0.75 if ep == 1 else 0.35  # so that ranks or groups of ranks share some documents
+    return level_steps(config, max_length_factor=windows, **settings) if level else config
+
+
+def _small_mixture() -> Any:
+    spec = model_registry("debugmodel_moe", attn_backend="varlen")
+    spec.model.layers = spec.model.layers[:2]
+    for _, moe, _, _ in [*spec.model.traverse(MoE.Config)]:
+        routed, init = moe.routed_experts, moe.routed_experts.inner_experts.param_init
+        routed.inner_experts = Float32Experts.Config(dim=256, hidden_dim=64, num_experts=8, param_init=init)
+        moe.num_experts = moe.router.num_experts = moe.router.gate.out_features = (
+            routed.token_dispatcher.num_experts
+        ) = 8
+        moe.router.top_k = routed.token_dispatcher.top_k = 2
+    return spec
 
 
 class RecordingTrainer:
     """A Trainer whose steps are made one by one; remembers what it trained."""
 
     def __init__(self, config: Trainer.Config) -> None:
-        torch.manual_seed(0)
         self.trainer = config.build()
+        torch.manual_seed(dist.get_rank())
+        for weight in self.trainer.model_parts[0].parameters():
+            if weight.dim() > 1:  # on CPUs torchtitan makes the shards of all ranks alike, so experts would be
+                torch.nn.init.normal_(weight.to_local().data, std=0.02)
         for module in self.trainer.model_parts[0].modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no averaging

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from tests.integrations.torchtitan_cpu import IN_ROWS, RecordingTrainer, Trainer, cpu_config
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter
@@ -34,30 +36,34 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--level", action="store_true", help="level steps")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallelism")
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     with TemporaryDirectory() as folder:
-        prefix = one_epoch(arguments.store, Path(folder), arguments.steps * arguments.seq_len * MICRO_BATCHES)
-        store, sizes = TokenStore.open(prefix), {"seq_len": arguments.seq_len, "steps": arguments.steps}
-        alone = RecordingTrainer(cpu_config(prefix, micro_batches=MICRO_BATCHES, **sizes))
-        recorder = RecordingTrainer(cpu_config(prefix, micro_batches=MICRO_BATCHES, level=arguments.level, **sizes))
+        sizes = {"seq_len": arguments.seq_len, "steps": arguments.steps, "micro_batches": MICRO_BATCHES // arguments.ep}
+        prefix = one_epoch(arguments.store, Path(folder), math.prod(sizes.values()))
+        store, sizes = TokenStore.open(prefix), sizes | {"ep": arguments.ep}
+        alone = RecordingTrainer(cpu_config(prefix, **sizes))
+        recorder = RecordingTrainer(cpu_config(prefix, level=arguments.level, **sizes))
         loader = another_loader(recorder.trainer)
         plans = list(islice(loader.batches.steps.plans(), arguments.steps))
         steps = [[make_batch(MicroBatch((part,), 0.0), store) for part in plan.segments] for plan in plans]
-        trained, errors = recorder.trained, []
+        trained, errors, bias_errors = recorder.trained, [], []
         for segments in steps:
             state, taken = recorder.trainer.dataloader.state_dict(), len(trained)
-            loss, gradients = one_document_at_a_time(alone, recorder.trainer, segments)
+            loss, gradients, biases = one_document_at_a_time(alone, recorder.trainer, segments)
             recorder.step()
             errors += [gradient_error(recorder.trainer, gradients), abs(recorder.losses[-1] / loss - 1)]
+            bias_errors += [float((biases - router_biases(recorder.trainer)).abs().max())]
         loader.load_state_dict(state)
         last_step = [batch["input"].flatten() for batch, _ in islice(loader, len(trained) - taken)]
         planned = [(batch.tokens, batch.position_ids) for segments in steps for batch in segments]
         report = {
             "error": float(np.max(errors)),
+            "bias_error": max(gathered(bias_errors)),
             "documents_once": rows_of(gathered(trained)) == rows_of(planned),
             "micro_batches": gathered([len(trained)]),
-            "shared": sum(len(part.ranks) > 1 for plan in plans for part in plan.micro_batches),
+            "shared": sum(len(part.ranks) > arguments.ep for plan in plans for part in plan.micro_batches),
             "continues": all(map(torch.equal, last_step, [tokens for tokens, _ in trained[taken:]])),
         }
         if dist.get_rank() == 0:
@@ -90,8 +96,11 @@ def another_loader(trainer: Trainer) -> BalancedDataLoader:
 
 def one_document_at_a_time(
     alone: RecordingTrainer, trainer: Trainer, segments: list[Batch]
-) -> tuple[float, list[Tensor]]:
-    """Loss and gradients of a step at the weights of ``trainer``, every document on every rank by itself."""
+) -> tuple[float, list[Tensor], Tensor]:
+    """Loss and gradients of a step at the weights of ``trainer``, every document on every rank by itself.
+
+    And the biases of routers after it.
+    """
     weights, copies = weights_of(trainer), weights_of(alone.trainer)
     for weight, copy in zip(weights, copies, strict=True):
         copy.data.to_local().copy_(weight.data.to_local())
@@ -105,8 +114,9 @@ def one_document_at_a_time(
             global_valid_tokens=torch.tensor(labels * dist.get_world_size()),  # gradients are summed over ranks
         ).item()
     gradients = [weight.grad.to_local().clone() for weight in copies]
+    alone.trainer.optimizers.step()  # which updates biases from the tokens that experts got
     alone.trainer.optimizers.zero_grad()
-    return loss * dist.get_world_size(), gradients
+    return loss * dist.get_world_size(), gradients, router_biases(alone.trainer)
 
 
 def gradient_error(trainer: Trainer, gradients: list[Tensor]) -> float:
@@ -114,6 +124,11 @@ def gradient_error(trainer: Trainer, gradients: list[Tensor]) -> float:
     theirs = torch.cat([weight.grad.to_local().flatten() for weight in weights_of(trainer)])
     ours = torch.cat([gradient.flatten() for gradient in gradients])
     return float((theirs - ours).norm() / ours.norm())
+
+
+def router_biases(trainer: Trainer) -> Tensor:
+    biases = [value for name, value in trainer.model_parts[0].named_buffers() if name.endswith("expert_bias_E")]
+    return torch.cat([torch.zeros(1), *(value.to_local() if isinstance(value, DTensor) else value for value in biases)])
 
 
 def weights_of(trainer: Trainer) -> list[Any]:

@@ -169,8 +169,8 @@ class PackedSteps(RankSteps[PackedBatch]):
         if calibrate:
             if job.packed_by is not None:
                 raise UserError("calibrate measures prices, and workload sets them; leave one of them out")
-            if job.layout.pool_size > 1 and not job.levels_steps:
-                raise UserError("calibrate cannot time shared micro-batches; leave out calibrate, or cp and pools")
+            if job.layout.ep > 1 or (job.layout.pool_size > 1 and not job.levels_steps):
+                raise UserError("calibrate cannot time shared micro-batches; leave out calibrate, or cp, ep and pools")
             calibration = Calibration(calibrate, processes.ranks, device_of(group), group)
         self.lengths, self._epochs = lengths, epochs  # lengths of all documents; None for a stream
         known = loop_settings(job, lengths, epochs=epochs, tokens=tokens)

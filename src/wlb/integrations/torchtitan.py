@@ -37,6 +37,8 @@ try:
     from torchtitan.config.override import derive, override
     from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
     from torchtitan.models.common.decoder import Decoder
+    from torchtitan.models.common.moe import MoE
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
     from torchtitan.trainer import BaseDataLoader, Trainer  # 0.3.0 and main define BaseDataLoader in different modules
 except ImportError as error:
     raise UserError(f"{error}; wlb.integrations.torchtitan needs {_VERSIONS}") from error
@@ -61,13 +63,14 @@ class BalancedDataLoader(BaseDataLoader):
         multiple_of: int = 128  # pads micro-batches to a multiple of so many tokens: 128 times cp, and a multiple of tp
         max_length_factor: float = 1.5  # contexts that a micro-batch on one rank may hold
         own_lists: bool = False  # set by level_steps
+        ep: int = 1  # set by LevelTrainer
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **sizes: Any) -> None:
         if config.store is None:
             raise UserError('the override has no "store"; give the prefix of a token store, which `wlb prepare` makes')
         self._row = None if "seq_len" in sizes else ...  # a dimension more, or none
         self._multiple_of, self._own_lists = config.multiple_of, config.own_lists
-        names = ("micro_batches", "model", "hardware", "seed", "max_length_factor", "own_lists")
+        names = ("micro_batches", "model", "hardware", "seed", "max_length_factor", "own_lists", "ep")
         settings: dict[str, Any] = {name: getattr(config, name) for name in names}
         settings |= {"context_window": _window(sizes), "dp": dp_world_size, "rank": dp_rank}
         steps = PackedSteps(TokenStore.open(config.store), **settings, epochs=None, device="cpu")
@@ -93,13 +96,17 @@ class BalancedDataLoader(BaseDataLoader):
             self.batches.load_state_dict(json.loads(state_dict["wlb"]))
 
     def _as_torchtitan_has_it(self, batch: PackedBatch) -> Batch:
-        """``batch`` with its padding as an extra document; with own lists also ``attend``, zero for padding."""
+        """``batch`` with its padding as an extra document; with own lists also ``attend``, zero for padding.
+
+        And ``tokens``, the number without padding.
+        """
         padding = -len(batch.tokens) % self._multiple_of
         tokens, labels = F.pad(batch.tokens, (0, padding)), F.pad(batch.labels, (0, padding), value=IGNORE_LABEL)
         positions = torch.cat([batch.position_ids, torch.arange(padding)])
         inputs: dict[str, Any] = {"input": tokens[self._row], "positions": positions[self._row]}
         if self._own_lists:
-            inputs["attend"] = batch.attention
+            assert batch.attention is not None
+            inputs |= {"attend": batch.attention, "tokens": 0 if batch.is_empty else batch.attention.local_tokens}
         return inputs, labels[self._row]
 
 
@@ -133,6 +140,9 @@ class LevelAttention(VarlenAttention):
     class Config(VarlenAttention.Config):
         pass
 
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Leave heads and tokens whole: only experts are parallel."""
+
     def forward(self, q: Any, k: Any, v: Any, *, attention_masks: Any, scale: Any, **more: Any) -> Tensor:
         """Query, key, value and output have shape (1, tokens, heads, head_dim), in main without the 1."""
         left, right = self.window_size
@@ -156,17 +166,24 @@ class LevelTrainer(Trainer):
         pass
 
     def __init__(self, config: Config) -> None:
-        kinds = ("tensor", "context", "pipeline", "expert")
+        kinds = ("tensor", "context", "pipeline")
         unfit = {f"{kind} parallelism": getattr(config.parallelism, f"{kind}_parallel_degree") > 1 for kind in kinds}
+        mixtures = [moe for _, moe, *_ in config.model_spec.model.traverse(MoE.Config)]
+        standard = [isinstance(one.routed_experts.token_dispatcher, AllToAllTokenDispatcher.Config) for one in mixtures]
+        unfit["a moe_comm_backend that is not standard"] = not all(standard)
         unfit["torch.compile of the model"] = config.compile.enable and "model" in config.compile.components
         unfit["CUDA graphs (disable_cuda_graphs)"] = not config.training.disable_cuda_graphs
         if found := [name for name, is_on in unfit.items() if is_on]:
-            raise UserError(f"level steps support data parallelism only; switch off {', '.join(found)}")
+            raise UserError(f"level steps support data and expert parallelism only; switch off {', '.join(found)}")
+        config.dataloader.ep = config.parallelism.expert_parallel_degree
         super().__init__(config)
         (model,) = self.model_parts
         if type(model).get_attention_masks is not Decoder.get_attention_masks:
             own = f"{config.model_spec.name} has its own masks"
             raise UserError(f"{own}, which level steps do not support; use balance")
+        for module in model.modules():
+            if isinstance(module, MoE):
+                module.router.register_forward_hook(partial(self._leave_out_padding, module))
         warn_of_memory(model)
         loss: Any = self.loss_fn
         if isinstance(loss, ChunkedLossWrapper):
@@ -187,9 +204,16 @@ class LevelTrainer(Trainer):
             next(self._turns, None)  # reduces the gradients
         return loss
 
+    def _leave_out_padding(self, moe: Any, _router: Any, _inputs: Any, routed: tuple[Tensor, ...]) -> None:
+        """Do not count padding among the tokens of experts, by which torchtitan balances them."""
+        if moe.training:
+            experts_of_padding = routed[1].flatten(0, -2)[self._tokens :].flatten()
+            moe.tokens_per_expert_E.sub_(experts_of_padding.bincount(minlength=len(moe.tokens_per_expert_E)))
+
     def post_dataloading_process(self, input_dict: dict[str, Any], labels: Tensor) -> Any:
         # torchtitan makes masks from positions, which fails where no document begins on this rank.
         inputs, labels, _ = super().post_dataloading_process({"input": input_dict["input"]}, labels)
+        self._tokens = input_dict["tokens"]
         return inputs, labels, {"positions": input_dict["positions"], "attention_masks": input_dict["attend"]}
 
 

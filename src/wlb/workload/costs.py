@@ -127,7 +127,7 @@ class Costs:
 
     def _check_experts(self) -> None:
         if self.shape.experts is None:
-            raise UserError(f"ep = {self.ep} shares experts, and the model has none; leave ep out")
+            raise UserError(f"ep = {self.ep} shares experts, and the model has none; name another, or leave ep out")
         if (count := self.shape.experts.count) % self.ep:
             raise UserError(f"ep = {self.ep} does not divide the model's {count} experts; choose a divisor, or 1")
         if self.ep % self.tp:

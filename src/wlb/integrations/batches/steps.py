@@ -45,6 +45,7 @@ def balanced_job(
     overlong: str = "split",
     pool: int | Literal["auto"] | None = None,
     own_lists: bool = False,
+    ep: int = 1,
     phases: DocumentPhases | None = None,
     **packing: Any,
 ) -> Job:
@@ -53,10 +54,13 @@ def balanced_job(
     Documents are priced by ``workload``, by a measured ``profile`` (of ``wlb profile``), or by ``model`` (that of the
     profile, or "7b") on ``hardware``; ``phases`` are added. Micro-batches hold one context window on average and up to
     L_max tokens (``max_length_factor`` windows, by default 1.5). ``pool`` regroups the dp x cp ranks into pools of so
-    many. With ``own_lists`` ranks run different numbers of micro-batches, and one rank holds L_max tokens. ``packing``
-    has options of the packer. ``lengths`` is None for a stream. Raises ``UserError`` for impossible settings.
+    many. With ``own_lists`` ranks run different numbers of micro-batches, and one rank holds L_max tokens; ``ep``
+    neighbouring ranks that share the experts of ``model`` run the same ones. ``packing`` has options of the packer.
+    ``lengths`` is None for a stream. Raises ``UserError`` for impossible settings.
     """
     check_whole("micro_batches", micro_batches)
+    if ep != 1 and not own_lists:
+        raise UserError(f"ep = {ep} is for own_lists; other ranks run equally many micro-batches, so leave ep out")
     if own_lists:
         if cp != 1 or preset != "balanced" or pool is not None or "grouping" in packing:
             raise UserError("own_lists chooses cp, preset, pool and grouping itself; leave them out")
@@ -72,7 +76,7 @@ def balanced_job(
         raise UserError(f"pool = {pool} does not divide the dp x cp = {dp * cp} ranks; give a divisor")
     measured = read_profile(profile) if isinstance(profile, str | Path) else profile
     packing = {"order": "pipeline"} | packing  # the same on all ranks, for loops that synchronise in micro-batches
-    sizes: dict[str, Any] = {"micro_batches": micro_batches, "dp": dp, "cp": cp, "packing": packing}
+    sizes: dict[str, Any] = {"micro_batches": micro_batches, "dp": dp, "cp": cp, "ep": ep, "packing": packing}
     priced: dict[str, Any] = {"hardware": hardware, "profile": measured, "packed_by": workload}
     job = simulated_job(model or (measured.model if measured else "7b"), context_window, preset, **sizes, **priced)
     data = job.data.changed(seed=seed, shuffle=shuffle, overlong=overlong)
