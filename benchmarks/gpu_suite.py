@@ -5,10 +5,10 @@
 
 Sections: ``exactness`` of the attention back end, ``kernel`` times over queries and keys, the workload ``profile`` of a
 block, ``sharding`` (attention of every context-parallel rank), a training ``step`` (MFU, memory beside its prediction,
-the bits of two runs), and on two or more GPUs the ``exchange`` of keys and values, and ``levels``, level steps beside
-lock step. Attention runs on FlashAttention 2 and, where it is installed, 3. Seconds are compared with what the workload
-model predicts: the preset of this hardware, and the profile where it was measured. Both packages of the project must
-be installed, or their sources be on PYTHONPATH.
+the bits of two runs), a layer of ``experts``, and on two or more GPUs the ``exchange`` of keys and values, and
+``levels``, level steps beside lock step. Attention runs on FlashAttention 2 and, where it is installed, 3. Seconds are
+compared with what the workload model predicts: the preset of this hardware, and the profile where it was measured. Both
+packages of the project must be installed, or their sources be on PYTHONPATH.
 
 One JSON file has all of it, written after every section, so that a run that is cut short leaves what it had. A section
 that fails is named, the others run, and the exit status is 1. ``wlb check --profile FILE`` reads the profile in it.
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.parts.gpu.attention import exactness, kernel
+from benchmarks.parts.gpu.experts import experts
 from benchmarks.parts.gpu.profile import PROFILE, profile
 from benchmarks.parts.gpu.setting import H100, TOY, Comparison, Result, Row, Setting, Workloads
 from benchmarks.parts.gpu.sharding import sharding
@@ -43,6 +44,7 @@ SECTIONS: dict[str, Callable[[Setting, Workloads], Result]] = {
     "profile": profile,
     "sharding": sharding,
     "step": step,
+    "experts": experts,
     "exchange": exchange,
     "levels": levels,
 }

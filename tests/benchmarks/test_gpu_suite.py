@@ -1,6 +1,7 @@
 """The GPU suite runs all of its code on a CPU at toy sizes; what it writes is what its rows are made of."""
 
 import json
+from itertools import product
 from subprocess import CompletedProcess
 from typing import Any
 from unittest import mock
@@ -59,6 +60,12 @@ def test_steps_repeat_and_ranks_work_together(results):
     assert all(row["mfu"] > 0 and row["predicted_bytes"] > 0 for row in step)
     assert [(row["ranks"], row["strategy"]) for row in exchange] == [(2, "per_sequence"), (2, "per_document")]
     assert [row["steps"] for row in levels] == ["level steps", "lock step"]
+
+
+def test_experts_are_as_exact_as_float32(results):
+    rows = results["sections"]["experts"]["rows"]
+    assert {(row["experts"], row["kernel"]) for row in rows} == set(product((8, 32, 128), ("grouped", "one by one")))
+    assert all(row["error"] < 1e-4 and row["tflops"] > 0 for row in rows)
 
 
 def test_flops_are_those_of_the_pairs(results):

@@ -78,11 +78,11 @@ def _steps(setting: Setting, device: torch.device) -> Row:
     batches = [shard_batch(batch, make_shard_plan(lengths, 1, "per_document"), 0)] * MICRO_BATCHES
     losses, seconds = [], []
     for _ in range(STEPS):
-        began = _now(device)
+        began = now(device)
         optimizer.zero_grad()
         losses.append(float(runner.run_step(batches, MICRO_BATCHES * len(ids))))
         optimizer.step()
-        seconds.append(_now(device) - began)
+        seconds.append(now(device) - began)
     preset = hardware_preset(hardware_name(device))
     flops = 3.0 * (attention_flops(shape, lengths, "forward").sum() + linear_flops(shape, len(ids), "forward"))
     hardware = preset.computing_in(str(setting.dtype).removeprefix("torch."))
@@ -97,7 +97,7 @@ def _steps(setting: Setting, device: torch.device) -> Row:
     }
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -137,9 +137,9 @@ def _median(call: Callable[[], None], device: torch.device) -> float:
     seconds = []
     for _ in range(5):
         dist.barrier()
-        began = _now(device)
+        began = now(device)
         call()
-        seconds.append(_now(device) - began)
+        seconds.append(now(device) - began)
     return median(seconds)
 
 
