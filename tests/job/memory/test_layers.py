@@ -1,6 +1,6 @@
 """The memory model's layers against what PyTorch allocates: exactly what is held, and the peaks beside it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import pytest
@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.attention.live_bytes import LiveBytes
 from tests.cases import in_turn
 from wlb.job.memory.layers import LayerMemory, Unit
+from wlb.models.experts import Routing
 from wlb.models.transformer import Transformer, TransformerConfig, rotary_angles
 from wlb.runtime.batch import ShardedAttention
 from wlb.runtime.loss import packed_loss
@@ -18,6 +19,7 @@ from wlb.simulate import simulated_job
 from wlb.training.parallel.parallelize import apply_activation_checkpointing
 from wlb.workload import ModelShape, hardware_preset
 from wlb.workload.base import Checkpointing
+from wlb.workload.shapes import Experts
 
 # Widths that are all different, so that none can be taken for another.
 SHAPE = ModelShape(hidden=64, layers=1, heads=6, kv_heads=2, head_dim=16, ffn_hidden=160, vocab_size=1000)
@@ -34,14 +36,14 @@ class Measured:
     backward: int
 
 
-def layers(dtype: torch.dtype, strategy: Checkpointing = "none") -> LayerMemory:
+def layers(dtype: torch.dtype, strategy: Checkpointing = "none", shape: ModelShape = SHAPE) -> LayerMemory:
     hardware = hardware_preset("cpu").computing_in(str(dtype).removeprefix("torch."))
-    job = simulated_job(SHAPE, ROWS, "plain-4d", hardware=hardware, activation_checkpointing=strategy)
+    job = simulated_job(shape, ROWS, "plain-4d", hardware=hardware, activation_checkpointing=strategy)
     return LayerMemory(job, ROWS)
 
 
-def model(dtype: torch.dtype, strategy: Checkpointing = "none") -> Transformer:
-    module = Transformer(TransformerConfig(SHAPE)).to(dtype)
+def model(dtype: torch.dtype, strategy: Checkpointing = "none", shape: ModelShape = SHAPE) -> Transformer:
+    module = Transformer(TransformerConfig(shape)).to(dtype)
     apply_activation_checkpointing(module, strategy)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -58,12 +60,12 @@ def measure(run, grad: Tensor | None = None) -> Measured:
     return Measured(forward, held, backward)
 
 
-def measure_block(dtype: torch.dtype, strategy: Checkpointing) -> Measured:
-    module = model(dtype, strategy)
+def measure_block(dtype: torch.dtype, strategy: Checkpointing, shape: ModelShape = SHAPE) -> Measured:
+    module = model(dtype, strategy, shape)
     x = torch.randn(ROWS, SHAPE.hidden, dtype=dtype).requires_grad_()
     rotation = rotary_angles(torch.arange(ROWS), SHAPE.head_dim, 1e4, dtype)
     attend = ShardedAttention(ROWS, make_shard_plan(TOKENS, 1, "per_sequence"), None)
-    return measure(lambda: module.layers["0"](x, rotation, attend), torch.ones_like(x))
+    return measure(lambda: module.layers["0"](x, rotation, attend, Routing(ROWS)), torch.ones_like(x))
 
 
 @in_turn(
@@ -78,6 +80,21 @@ def test_a_block_holds_to_the_byte_what_is_predicted(dtype, strategy):
     assert found.held == block.held
     assert found.forward == pytest.approx(block.forward, rel=0.1)
     assert found.backward == pytest.approx(block.backward, rel=0.1)
+
+
+@in_turn(
+    ("experts", "strategy"),
+    product([Experts(8, 2, 80), Experts(64, 4, 40)], ["none", "keep_attention", "full"]),
+)
+def test_a_block_of_experts_holds_what_is_predicted(experts, strategy):
+    """Besides a few numbers for each expert."""
+    shape = replace(SHAPE, experts=experts)
+    found = measure_block(torch.float32, strategy, shape)
+    block = layers(torch.float32, strategy, shape).blocks(range(1))[0]
+    assert found.held == pytest.approx(block.held, abs=16 * experts.count)
+    assert found.forward == pytest.approx(block.forward, rel=0.15)
+    assert found.backward == pytest.approx(block.backward, rel=0.2)
+    assert found.held + found.backward <= 1.01 * (block.held + block.backward)
 
 
 def test_in_half_precision_norms_hold_float32():

@@ -228,7 +228,8 @@ def test_the_first_stage_holds_the_blocks_without_experts():
 def test_a_block_holds_tokens_as_experts_get_and_return_them():
     dense, routed = (held(ROUTED, BlockKind("full", is_routed)) for is_routed in (False, True))
     columns = 4 * 2 * (2 * 32 + 16 - 96)  # SwiGLU's four tensors, in two bytes
-    assert routed - dense == ROWS * (columns + 2 * 2 * 2 * 64 + 8 * 4)
+    chosen, scores = 2 * (3 * 8 + 4 + 2), (2 * 8 + 3) * 4  # index, place there and back, weight; all scores and sums
+    assert routed - dense == ROWS * (columns + 2 * 2 * 2 * 64 + chosen + scores)
 
 
 def test_of_other_ranks_latents_are_kept_and_not_what_they_expand_to():

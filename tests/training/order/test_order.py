@@ -129,8 +129,9 @@ def layouts(draw):
     if sizes["pp"] > 1:
         sizes["virtual_pp"] = draw(st.sampled_from([1, 2]))
     if draw(st.booleans()):  # a mixture of experts
-        ranks = sizes["dp"] * sizes["cp"]
-        sizes["ep"] = sizes["tp"] * draw(st.sampled_from([size for size in (1, 2, 4, 8) if ranks % size == 0]))
+        dp, cp = sizes["dp"], sizes["cp"]
+        together = [size for size in (1, 2, 4, 8) if dp * cp % size == 0 and (cp % size == 0 or size % cp == 0)]
+        sizes["ep"] = sizes["tp"] * draw(st.sampled_from(together))
     return layout(**sizes)
 
 

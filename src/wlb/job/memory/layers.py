@@ -1,8 +1,8 @@
 """What each layer of the model holds and needs, in bytes, on one tensor-parallel rank.
 
 Counted tensor by tensor for the model that ``wlb.training`` trains, after the method of Korthikanti et al., arXiv
-2205.05198, section 4; ``tests/job/memory/test_layers.py`` compares with what PyTorch allocates. Experts and latent
-attention are counted in the same way, but cannot be compared, as nothing here runs them.
+2205.05198, section 4; ``tests/job/memory/test_layers.py`` compares with what PyTorch allocates. Experts on other GPUs
+and latent attention are counted in the same way, but not compared.
 """
 
 import math
@@ -16,6 +16,7 @@ from wlb.workload.weights import block_weights, expert_weights, feed_forward_wid
 
 # wlb.runtime.loss converts this many rows of scores to a wide type at a time, and keeps a label and a sum for each row.
 _CHUNK_ROWS, _ROW_BYTES = 1024, 13
+_INDEX_BYTES = 8
 _ROWS = 1024  # of a micro-batch from which shares are computed
 _SLICED = 1 / 3  # largest share of tokens in flight that are in slices
 
@@ -96,7 +97,8 @@ class LayerMemory:
         projected = self._projected()
         busiest = self.busiest if kind.routed else 1.0
         wide = math.ceil(busiest * rows) * (feed_forward_width(shape, kind) // tp) * self.compute
-        routed = self._routed() if kind.routed else 0
+        sent, scores, routed = self._routed() if kind.routed else (0, 0, 0)
+        weighing = 2 * sent + scores  # outputs of experts, and their products with weights
         everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide + routed
         last_half = self.norm + self.gathered + 4 * wide + routed  # released before attention's backward begins
 
@@ -109,21 +111,22 @@ class LayerMemory:
         narrowing, gating = self.partial_sums + wide + matrix, 2 * wide + matrix
         widening = 2 * self.partial_sums - 2 * wide + 3 * matrix
         backward = max(
-            self.stream + max(narrowing, gating, widening),
+            self.stream + max(narrowing, gating, widening, weighing),
             2 * self.stream + 2 * attention_out + projected + work_backward - last_half + 3 * matrix,
         )
         experts = self._own_experts() if kind.routed else 0
         others = block_weights(shape, kind) - experts * self.job.layout.ep
         weights = -(-others // tp) + experts + 2 * shape.hidden
         if self.job.activation_checkpointing == "none":
-            forward = max(everything + 3 * self.stream + self.partial_sums, attending)
+            forward = max(everything + max(3 * self.stream + self.partial_sums, weighing), attending)
             return Unit(weights, weights, everything, forward, backward, received=received, experts=experts)
         held, again = self.stream, everything + backward
         if self.job.activation_checkpointing == "keep_attention":
             held += kept_attention
         else:
             again, received = max(again, attending), 0
-        feeding_forward = self.stream + self.partial_sums + self.gathered + 3 * wide
+        feeding_forward = self.stream + self.partial_sums + self.gathered + max(3 * wide + sent, 4 * sent)
+        feeding_forward += routed - 2 * sent
         forward = held + max(feeding_forward, attending - self.norm)
         return Unit(weights, weights, held, forward, again - held, received=received, experts=experts)
 
@@ -139,15 +142,20 @@ class LayerMemory:
             width += 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim  # before and after their norms
         return self.rows * width * self.compute
 
-    def _routed(self) -> int:
-        """Inputs and outputs of the experts of each token, and its scores for all experts.
+    def _routed(self) -> tuple[int, int, int]:
+        """Rows sent to experts, the scores of all experts, and all that routing keeps for the backward.
 
-        Experts are divided over tensor-parallel or expert-parallel ranks, and tokens over experts.
+        It keeps the inputs and outputs of experts, scores before and after the softmax, three sums of them, and of each
+        chosen expert its index and place, there and back, and its weight. Experts are divided over tensor-parallel or
+        expert-parallel ranks, and tokens over experts.
         """
-        shape, experts = self.job.shape, self.job.shape.experts
+        shape, experts, layout = self.job.shape, self.job.shape.experts, self.job.layout
         assert experts is not None
-        rows = math.ceil(self.busiest * self.rows / self.job.layout.tp)
-        return rows * (2 * experts.active * shape.hidden * self.compute + experts.count * self.master)
+        rows = math.ceil(self.busiest * self.rows / layout.tp)
+        sent, scores = rows * experts.active * shape.hidden * self.compute, rows * experts.count * self.master
+        indices = (3 if layout.ep == 1 else 5) * _INDEX_BYTES
+        chosen = rows * experts.active * (indices + self.master + self.compute)
+        return sent, scores, 2 * sent + 2 * scores + chosen + 3 * rows * self.master
 
     def _attention_work(self) -> tuple[int, int]:
         """What attention allocates beyond its results, forward and backward (tested in tests/attention/test_memory.py).
