@@ -33,6 +33,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3": {},
     "Mistral": {"sliding_window": 16},
     "Llama4": {**EXPERTS, "attention_chunk_size": 300, "head_dim": 8, "intermediate_size_mlp": 64},
+    "Mixtral": EXPERTS,
+    "Qwen3Moe": {**EXPERTS, "moe_intermediate_size": 32},
     "DeepseekV3": {**EXPERTS, **LATENT, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
 }
 

@@ -63,10 +63,14 @@ class Recording(list[Any]):
 
 
 def train(
-    folder: str, resume: bool | str = False, planning: dict[str, Any] | None = None, **settings: Any
+    folder: str,
+    resume: bool | str = False,
+    planning: dict[str, Any] | None = None,
+    family: str = "Llama",
+    **settings: Any,
 ) -> tuple[torch.Tensor, list[int], Any]:
     """Weights afterwards, the documents of this process, and the steps."""
-    packed, documents = model(), Recording()
+    packed, documents = model(family), Recording()
     register_attention(packed)
     trainer = balanced_trainer(folder, packed, documents, planning=planning or {}, **settings)
     trainer.add_callback(documents.forget_the_check())
@@ -75,9 +79,9 @@ def train(
     return weights, documents.seen, trainer.state.global_step
 
 
-def one_at_a_time(epochs: int, smoothing: float = 0.0, **planning: Any) -> torch.Tensor:
+def one_at_a_time(epochs: int, smoothing: float = 0.0, family: str = "Llama", **planning: Any) -> torch.Tensor:
     """The same steps of plain SGD, a document at a time in one process, by transformers' own attention."""
-    oracle = model()
+    oracle = model(family)
     settings: dict[str, Any] = {"context_window": 128, "micro_batches": 2, "hardware": "cpu", "seed": 42}
     planned = PlannedBatchSampler(LENGTHS, epochs=epochs, model=shape_of_config(oracle.config), **settings | planning)
     for plan in planned.steps():
@@ -105,6 +109,12 @@ def test_a_trainer_takes_every_document_once_an_epoch_and_resumes_exactly(tmp_pa
     assert torch.equal(again, weights)
     assert of_all == steps
     assert len(rest) < len(seen)
+
+
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3Moe"])
+def test_a_mixture_of_experts_trains_as_one_document_at_a_time(tmp_path: Path, family: str):
+    weights, *_ = train(str(tmp_path), family=family, num_train_epochs=1)
+    assert relative(weights, one_at_a_time(1, family=family)) < 1e-7
 
 
 def test_a_trainer_learns_what_masks_let_without_padding(tmp_path: Path):

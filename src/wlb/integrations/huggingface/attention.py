@@ -135,7 +135,7 @@ def _objections_to_model(model: Any) -> Iterator[str]:
         yield "prompt and prefix tuning put tokens before a row, where only one document sees them; train LoRA instead"
     if any(getattr(part, "output_router_logits", False) for part in (config, _text(config))):
         mean = "output_router_logits = True adds a router loss, a mean over tokens that packing changes"
-        yield f"{mean} and batch.loss leaves out; set it to False"
+        yield f"{mean} and batch.loss leaves out; set it to False (your own loop may add RouterLosses)"
     kinds, name = _other_layers(config), type(model).__name__
     if kinds or getattr(model, "_is_stateful", False):
         layers = f"{name} has layers of {', '.join(sorted(kinds)) or 'recurrence'}"
