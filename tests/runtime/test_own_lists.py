@@ -46,7 +46,7 @@ def llama() -> Any:
 def steps_of(documents: Any = DOCUMENTS, **settings: Any) -> PackedSteps:
     """No rank holds a document of a whole window, so some are shared."""
     sizes: dict[str, Any] = {"context_window": 256, "micro_batches": 1, "max_length_factor": 0.5}
-    return packed_batches(documents, model="tiny", own_lists=True, **sizes, **settings)
+    return packed_batches(documents, own_lists=True, **sizes | {"model": "tiny"} | settings)
 
 
 class Holder(nn.Module):
@@ -340,6 +340,16 @@ def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():
     stream = steps_of(iter(DOCUMENTS), dp=2, rank=0)
     trained_segments = [segment for step in stream._planned for segment in step.plan.segments]
     assert sum(segment.length for segment in trained_segments) == sum(LENGTHS)
+
+
+def test_ranks_that_share_experts_run_the_same_micro_batches():
+    lists = []
+    for rank in range(4):
+        steps = steps_of(dp=4, rank=rank, ep=2, model="qwen3-30b-a3b", max_length_factor=0.3)
+        mine = [own_micro_batches(plan, 0, rank) for plan in steps.plans()]
+        assert any(len(micro_batch.ranks) == 4 for of_step in mine for micro_batch in of_step)
+        lists.append([[micro_batch.segments for micro_batch in of_step] for of_step in mine])
+    assert lists[0] == lists[1] != lists[2] == lists[3]
 
 
 class Own(nn.Module):
