@@ -82,7 +82,7 @@ def waiting_for_weights(costs: JobCosts, forward: Array) -> Array:
     last_block = first_block + (costs.job.stage_blocks - 1) * costs.block_gather
     waiting = np.zeros(forward.shape)
     arrives = np.zeros(forward.shape[:-1])
-    for stage, blocks in enumerate(costs.job.stage_blocks.tolist()):
+    for stage, blocks in enumerate(np.maximum(costs.job.stage_blocks, 1).tolist()):  # a last stage may have none
         seconds = forward[..., stage]
         ends = np.maximum(np.maximum(arrives, first_block[stage]) + seconds, last_block[stage] + seconds / blocks)
         waiting[..., stage] = ends - arrives - seconds

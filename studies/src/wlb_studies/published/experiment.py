@@ -16,11 +16,12 @@ from wlb_studies.experiment import Column, Report, Settings, Table
 from wlb_studies.plots import pyplot_without_display, save
 from wlb_studies.published.batches import measured_batch_rows, system_ratios
 from wlb_studies.published.kernels import kernel_rows
+from wlb_studies.published.pipeline_stages import stage_rows
 from wlb_studies.published.prediction import FUNCTIONAL, Prediction, Summary, compared, summaries
 from wlb_studies.published.reading import read_measurements
 from wlb_studies.published.whole_steps import whole_step_row
 
-_GROUPS = {"table": "by table", "kind": "whole steps, by kind", "run": "measured batches, by run"}
+_GROUPS = {"table": "by table", "kind": "whole steps and pipeline stages, by kind", "run": "measured batches, by run"}
 _BAND = 0.2
 
 
@@ -52,9 +53,10 @@ def run(settings: Settings) -> Report:
 
 
 def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
-    """A prediction or a reason for everything in a document: rows in order, then kernels, then runs."""
+    """A prediction or a reason for everything in a document: rows in order, then stages, kernels and runs."""
     return [
         *map(whole_step_row, document["rows"]),
+        *stage_rows(document["rows"]),
         *kernel_rows(document),
         *measured_batch_rows(document),
     ]

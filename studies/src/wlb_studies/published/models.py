@@ -1,8 +1,9 @@
 """Models named in published tables: presets and a few others.
 
 Quoted: GPT-3 and Nemotron from NVIDIA/NeMo (``nemo/collections/llm/gpt/model``), MPT from mosaicml/llm-foundry
-(``scripts/train/yamls/pretrain``), Llama 2, Code Llama, Qwen and Moonlight from their config.json. A feed-forward
-network without a gate (GPT-3, MPT, Nemotron) is modelled as SwiGLU with as many weights, two thirds as wide.
+(``scripts/train/yamls/pretrain``), GPT 4B from sail-sg/VocabularyParallelism (``artifact/README.md``), Llama 2, Code
+Llama, Qwen and Moonlight from their config.json. A feed-forward network without a gate (GPT-3, MPT, Nemotron) is
+modelled as SwiGLU with as many weights, two thirds as wide.
 """
 
 import re
@@ -29,6 +30,7 @@ def _gpt3(hidden: int, layers: int, heads: int) -> ModelShape:
 
 
 _SHAPES = MODEL_SHAPES | {
+    **{f"gpt-4b-{size}k": _ungated(3072, 32, 24, 24, 12_288, 1000 * size) for size in (32, 64, 128, 256)},
     "gpt3-5b": _gpt3(4096, 24, 32),
     "gpt3-20b": _gpt3(6144, 44, 48),
     "gpt3-175b": _gpt3(12_288, 96, 96),

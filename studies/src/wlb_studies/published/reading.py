@@ -1,7 +1,8 @@
 """Files of published measurements: this project's own, ``measurements.json``, and others in its format.
 
 A file is a JSON object with ``rows``, ``kernels`` and ``runs``, or some of them. ``rows`` are whole training steps:
-table, repo, commit, path, hardware, model, layout, ``metric`` and ``value`` (see ``whole_steps`` for further fields).
+table, repo, commit, path, hardware, model, layout, ``metric`` and ``value`` (see ``whole_steps`` for further fields,
+and ``pipeline_stages`` for seconds of stages).
 ``kernels`` are tables of kernels and collectives, each with its source. ``runs`` are measured batches: path, commit and
 config of a run, and for each batch the lengths of its ``documents`` and its ``ms``. In the project's own file, rows
 refer to common fields by their index in ``shared``.

@@ -3,7 +3,8 @@
 A row becomes a ``Job`` and the micro-batches of a step, with the layout, precision and recomputation that the row
 gives. Its ``stack`` says how its software trains, in the fields of ``Stack``; a row of a repository in ``_STACKS`` may
 leave it out. ``lengths`` has the documents of every micro-batch. Without it all documents have the table's sequence
-length, so one micro-batch is priced and stands for all.
+length, so one micro-batch is priced and stands for all. ``stage_blocks`` are the blocks of every pipeline stage; for
+the seconds of stages see ``pipeline_stages``.
 
 A row that leaves out something decisive has a reason instead of a prediction. If it does not state recomputation, none
 is assumed for stacks that keep weights whole (Megatron and stacks built on it), whether or not that fits; for others,
@@ -13,7 +14,7 @@ has its own kind.
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -102,6 +103,14 @@ def stack_of(row: Row) -> Stack:
     return stack._replace(**found | own)
 
 
+class SpreadHead(Job):
+    """A job whose output head is divided over all stages, without the communication for that; nothing here runs it."""
+
+    @property
+    def head_shares(self) -> NDArray[np.float64]:
+        return np.full(self.layout.stages, 1 / self.layout.stages)
+
+
 @dataclass(frozen=True)
 class PublishedStep:
     """A step as a row describes it: a job, and its documents by length in tokens.
@@ -117,6 +126,10 @@ class PublishedStep:
     @property
     def seconds(self) -> float:
         """What the simulator predicts."""
+        return float(self.steps.seconds[0])
+
+    @property
+    def steps(self) -> Steps:
         costs, count = JobCosts(self.job), self.job.rank_micro_batches
         of_rank = min(count, len(self.lengths))
         shards = price_shards(self.lengths, self.job.layout.cp, self.job.sharding.strategy, costs.rank)
@@ -125,7 +138,7 @@ class PublishedStep:
             ranks = column.reshape(1, -1, of_rank, *column.shape[1:])
             return np.broadcast_to(ranks, (*ranks.shape[:2], count, *ranks.shape[3:]))
 
-        return float(Steps.of_shards(shards.map(dealt), costs).seconds[0])
+        return Steps.of_shards(shards.map(dealt), costs)
 
 
 def whole_step_row(row: Row) -> Prediction:
@@ -169,6 +182,8 @@ def published_step(row: Row) -> PublishedStep:
         micro_batches=count,
         **vars(layout) | {"weights": weights},
     )
+    if row.get("vocabulary_us") is not None:
+        job = SpreadHead(**{field.name: getattr(job, field.name) for field in fields(job)})
     assumed += _remarks(row, shape, stack, weights)
     recomputation = _stated_recomputation(row)
     if recomputation is None and stack.weights == "kept":
@@ -232,7 +247,8 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
         sequences = max(1, sequences // pp)
         virtual_pp = 2 if "Interleaved" in _note(row) else 1
     ep = 1 if row.get("ep") is None else size(row, "ep")
-    layout = Layout(tp, cp, pp, dp, virtual_pp, "interleaved_1f1b" if virtual_pp > 1 else "1f1b", ep=ep)
+    schedule = "interleaved_1f1b" if virtual_pp > 1 else "1f1b"
+    layout = Layout(tp, cp, pp, dp, virtual_pp, schedule, stage_blocks=_stage_blocks(row), ep=ep)
     listed = micro_batches(row)
     if listed is not None:
         if len(listed) % dp:
@@ -252,6 +268,15 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
             f"{of_rank} sequences of a data-parallel rank are not a multiple of its micro-batch, {sequences}"
         )
     return layout, count, ((seq_len,) * sequences,), assumed
+
+
+def _stage_blocks(row: Row) -> tuple[int, ...] | None:
+    if row.get("stage_blocks") is None:
+        return None
+    blocks, stages, layers = tuple(row["stage_blocks"]), size(row, "pp"), published_shape(row["model"]).layers
+    if len(blocks) != stages or sum(blocks) != layers or min(blocks) < 0:
+        raise UserError(f"its stage_blocks are not {layers} blocks on {stages} stages: {list(blocks)}"[:200])
+    return blocks
 
 
 def _held(job: Job) -> Job:
@@ -329,6 +354,7 @@ _PRECISIONS: dict[str, Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]] = {
     "FP4": "nvfp4",
     "FP8": "fp8",
     "BF16": "bf16",
+    "FP16": "bf16",  # the rates of chips are the same
 }
 
 
@@ -380,6 +406,10 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack, weights: Weights) -> lis
 def _kind(row: Row, shape: ModelShape) -> str:
     if row.get("functional"):
         return FUNCTIONAL
+    if row.get("vocabulary_us") is not None:
+        return "pipeline, head spread over stages: nothing here runs that"
+    if row.get("forward_us") is not None:
+        return "pipeline, head on the last stage"
     if shape.experts is not None:
         shared = "" if row.get("ep") in (None, 1) else ", EP inside a node" if _in_a_node(row) else ", EP across nodes"
         return f"mixture of experts{shared}"
