@@ -86,12 +86,20 @@ class MixtureOfExperts(nn.Module):
         if self.shared is not None:
             out_ND = out_ND + self.shared(x_ND)
         if routing is not None:
-            real = min(len(x_ND), max(0, routing.rows - self.tp_rank * len(x_ND)))
-            routing.counts[self.layer] = counted(chosen_NK[:real], len(self.bias))
+            real = self._counted(chosen_NK, routing)
             of_tokens = logits_NE[:real], scores_NE[:real], self.shares
             out_ND = _WithLoss.apply(out_ND, router_losses(*of_tokens, routing.balance, routing.z))
         return out_ND
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, it would be another function for every layer
+    def _counted(self, chosen_NK: Tensor, routing: Routing) -> int:
+        """The number of tokens here that are no padding, once they are counted in ``routing``."""
+        tokens = len(chosen_NK)
+        real = min(tokens, max(0, routing.rows - self.tp_rank * tokens))
+        routing.counts[self.layer] = counted(chosen_NK[:real], len(self.bias))
+        return real
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # its shapes follow from routing
     def _computed(self, rows: Tensor, counts_E: Tensor) -> Tensor:
         """The outputs of the experts for ``rows`` in the order of experts, ``counts_E`` of each."""
         if self.group is None:

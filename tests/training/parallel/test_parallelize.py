@@ -5,6 +5,7 @@ all lengths, and compute what they compute uncompiled.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -20,6 +21,7 @@ from tests.training.distributed import run_ranks
 from wlb.attention import context_parallel_attention
 from wlb.attention.exchange import send_keys
 from wlb.job.config import Checkpointing
+from wlb.models.experts import Routing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.runtime.batch import Batch, shard_batch
@@ -34,6 +36,7 @@ from wlb.training.parallel.parallelize import (
 )
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.workload import ModelShape
+from wlb.workload.shapes import Experts
 
 CONFIG = TransformerConfig(
     ModelShape(hidden=14, layers=5, heads=4, kv_heads=2, head_dim=4, ffn_hidden=22, vocab_size=12)
@@ -127,10 +130,10 @@ def nothing_is_compiled():
     torch.compiler.reset()
 
 
-def train_on(module: Transformer, length: int) -> Tensor:
+def train_on(module: Transformer, length: int, routing: Routing | None = None) -> Tensor:
     attend = partial(context_parallel_attention, shard_plan=make_shard_plan([length], 1, "per_sequence"), group=None)
     tokens = torch.arange(length)
-    loss: Tensor = module(tokens % SHAPE.vocab_size, tokens, attend).square().sum()
+    loss: Tensor = module(tokens % SHAPE.vocab_size, tokens, attend, routing).square().sum()
     loss.backward()
     return loss.detach()
 
@@ -164,6 +167,28 @@ def test_lengths_that_pytorch_treats_apart_are_compiled_once():
     for length in (*LENGTHS, *apart, 99):
         train_on(compiled, length)
     assert graphs() == compiled_graphs
+
+
+@pytest.mark.usefixtures("nothing_is_compiled")
+def test_one_compilation_serves_all_blocks_with_experts():
+    shape, found = replace(SHAPE, experts=Experts(6, 2, 8, shared_hidden=4)), []
+    for layers in (2, 3):
+        torch.compiler.reset()
+        counters.clear()
+        config = TransformerConfig(replace(shape, layers=layers))
+        plain, compiled = Transformer(config), Transformer(config)
+        for module in (plain, compiled):  # float32, for which one kernel computes all experts
+            initialise_weights(module, layers=layers, seed=0)
+        compile_blocks(compiled, backend="aot_eager")
+        for length in LENGTHS[:2]:
+            routings = [Routing(length - 1, 0.1 / length, 0.2) for _ in range(2)]
+            losses = [train_on(*pair) for pair in zip((plain, compiled), (length, length), routings, strict=True)]
+            torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
+            assert all(map(torch.equal, *(routing.counts.values() for routing in routings)))
+        for weight, exact in zip(compiled.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(weight.grad, exact.grad, rtol=1e-3, atol=1e-3)
+        found.append(graphs())
+    assert found[0] == found[1]
 
 
 BLOCKS = 2  # of a pipeline rank
