@@ -29,12 +29,24 @@ from wlb.training.preflight import check_agreed, check_job, least_limit, memory_
 from wlb.training.process import TrainingError
 from wlb.workload.profile import write_profile
 
+EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_hidden": 8}
+
 
 @in_turn(
     ("changes", "said"),
     [
         ({"model": {"head_dim": 3}}, r"head_dim = 3, which is odd"),
         ({"model": {"layers": 2**31 - 1}}, r"layers = 2147483647; it must be at most 10000"),
+        ({"training": {"balance_loss": 0.1}}, r"training.balance_loss has no effect, because the model has no experts"),
+        (
+            {"model": {"router": "sigmoid"}},
+            r"model.router has no effect, because the model has no experts; leave it out",
+        ),
+        (
+            {"model": EXPERTS, "training": {"router_bias_rate": 0.1}},
+            r"router_bias_rate has no effect, because the model has no sigmoid routers",
+        ),
+        ({"model": EXPERTS, "parallel": {"tp": 2}}, r"tp = 2 cannot split experts, .*; set parallel.ep to 2 or more"),
         ({"model": {"name": "gpt-oss-20b"}}, r"the model has full attention in every few .* simulated but not trained"),
     ],
 )

@@ -30,6 +30,9 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 # it keeps 1,024, and PyTorch's layer above it as many: a GiB (docs/simulation.md).
 _COMPILED_PRODUCTS = "64"
 
+# Settings without effect on a dense model; the last one acts on sigmoid routers only.
+_OF_ROUTERS = "model.router", "training.balance_loss", "training.router_z_loss", "training.router_bias_rate"
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 
 
@@ -144,11 +147,14 @@ def trained_model(config: JobConfig, store: TokenStore) -> TransformerConfig:
 
 def _check_experts(config: JobConfig, model: TransformerConfig) -> None:
     """Raise ``UserError`` for settings of experts that the trainer cannot run, or that have no effect."""
-    tp, ep = config.parallel.tp, config.parallel.ep
-    has_bias = model.shape.experts is not None and model.router == "sigmoid"
-    if "router_bias_rate" in config.training.model_fields_set and not has_bias:
-        raise UserError("training.router_bias_rate is for experts with model.router = 'sigmoid'; leave it out")
-    if model.shape.experts is not None and tp > 1 and ep == 1:
+    tp, ep, is_mixture = config.parallel.tp, config.parallel.ep, model.shape.experts is not None
+    unused = () if is_mixture and model.router == "sigmoid" else _OF_ROUTERS[-1:] if is_mixture else _OF_ROUTERS
+    for name in unused:
+        section, _, key = name.partition(".")
+        if key in getattr(config, section).model_fields_set:
+            lacking = "sigmoid routers" if is_mixture else "experts"
+            raise UserError(f"{name} has no effect, because the model has no {lacking}; leave it out")
+    if is_mixture and tp > 1 and ep == 1:
         raise UserError(
             f"tp = {tp} cannot split experts, which the trainer holds whole; set parallel.ep to {tp} or more"
         )
