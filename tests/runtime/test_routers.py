@@ -2,14 +2,20 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.training.documents import RandomDocuments
+from wlb.documents.segments import Segment
 from wlb.errors import UserError
-from wlb.runtime.batch import Batch
+from wlb.packing.plan import MicroBatch
+from wlb.runtime.batch import Batch, RankSlice
+from wlb.runtime.reading import make_batch
 from wlb.runtime.routers import RouterLosses
+from wlb.schedules.layout import Layout
 
 LAYERS, EXPERTS, ACTIVE, WIDTH = 2, 6, 2, 5
 BALANCE, Z = 0.3, 0.2
@@ -63,6 +69,15 @@ def test_losses_are_those_of_the_whole_step_with_the_shares_of_the_last() -> Non
     routers.end_step()
     chosen = [F.one_hot(one.topk(ACTIVE).indices, EXPERTS).sum((0, 1)).double() / 80 for one in logits]
     assert torch.equal(routers.state_dict()["shares"], torch.stack(chosen))
+
+
+def test_a_rank_without_tokens_has_no_losses_and_counts_none() -> None:
+    routers, logits = RouterLosses(ACTIVE, balance=BALANCE, z=Z), [torch.ones(1, EXPERTS)]
+    whole = make_batch(MicroBatch((Segment(0, 0, 1),), 0.0), RandomDocuments(np.array([1]), vocab_size=5))
+    ranks = [RankSlice(cp_rank=rank, layout=Layout(cp=2)).of(whole) for rank in range(2)]
+    assert sorted(float(routers.of(one, logits)) > 0 for one in ranks) == [False, True]
+    routers.end_step()
+    assert float(routers.state_dict()["shares"].sum()) == 1
 
 
 def test_a_state_continues() -> None:

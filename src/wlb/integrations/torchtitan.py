@@ -105,8 +105,7 @@ class BalancedDataLoader(BaseDataLoader):
         positions = torch.cat([batch.position_ids, torch.arange(padding)])
         inputs: dict[str, Any] = {"input": tokens[self._row], "positions": positions[self._row]}
         if self._own_lists:
-            assert batch.attention is not None
-            inputs |= {"attend": batch.attention, "tokens": 0 if batch.is_empty else batch.attention.local_tokens}
+            inputs |= {"attend": batch.attention, "tokens": batch.own_tokens}
         return inputs, labels[self._row]
 
 

@@ -115,6 +115,12 @@ class Batch:
         return self.attention is not None and self.attention.shard_plan.cp_size > 1
 
     @property
+    def own_tokens(self) -> int:
+        """Tokens of the step on this rank; padding is none, nor is the token of an empty batch."""
+        held = len(self.tokens) if self.attention is None else self.attention.local_tokens
+        return 0 if self.is_empty else held
+
+    @property
     def attend(self) -> ShardedAttention | None:
         """The attention over the rows of all ranks that share the micro-batch; None if this one has it alone.
 

@@ -57,11 +57,12 @@ class RouterLosses:
 
     def of(self, batch: Batch, router_logits: Sequence[Tensor]) -> Tensor:
         """The losses of ``batch``, for ``Batch.loss``; ``router_logits`` are (tokens, experts) of each routed layer."""
-        tokens = 0 if batch.is_empty else len(batch.tokens)
         if any(len(logits) != len(batch.tokens) for logits in router_logits) or not router_logits:
             shapes = ", ".join(str(tuple(logits.shape)) for logits in router_logits[:2])
             raise UserError(f"router_logits are {shapes or 'none'}, not ({len(batch.tokens)}, experts) in every layer")
-        wide = [logits[:tokens].to(torch.promote_types(logits.dtype, torch.float32)) for logits in router_logits]
+        wide = [
+            logits[: batch.own_tokens].to(torch.promote_types(logits.dtype, torch.float32)) for logits in router_logits
+        ]
         counts = [counted(logits.topk(self._active).indices, logits.shape[-1]) for logits in wide]
         together_LE = torch.stack(counts)
         self._counts_LE = together_LE if self._counts_LE is None else self._counts_LE + together_LE

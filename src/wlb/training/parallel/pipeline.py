@@ -92,7 +92,7 @@ class PipelineRunner:
         summed over all ranks, the mean of the step's labelled tokens.
         """
         batches, loss_tokens = [batch.to(self._execution.device) for batch in batches], max(loss_tokens, 1)
-        self.routed = [Routing(_tokens(batch), *router_losses) for batch in batches]
+        self.routed = [Routing(batch.own_tokens, *router_losses) for batch in batches]
         with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
             if self._pipeline is None:
                 (module,), kept = self._modules, self._layout.keeps_weights
@@ -125,12 +125,6 @@ class PipelineRunner:
 def _keywords(batch: Batch, routing: Routing) -> dict[str, Any]:
     attend = batch.attention and batch.attention.of_one_stage()
     return {"positions_T": batch.position_ids, "attend": attend, "routing": routing}
-
-
-def _tokens(batch: Batch) -> int:
-    """Tokens of the step in ``batch``; without documents it has one that is none."""
-    assert batch.attention is not None
-    return 0 if batch.is_empty else batch.attention.local_tokens
 
 
 def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
