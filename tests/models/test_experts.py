@@ -1,5 +1,9 @@
-"""The layer alone: every token goes through its experts, by either kernel, and padding counts nowhere."""
+"""The layer alone: every token goes through its experts, by either kernel, and padding counts nowhere.
 
+Losses of routers and biases are compared with their formulas, because other tests share the layer with their oracle.
+"""
+
+from dataclasses import replace
 from typing import Literal, get_args
 
 import pytest
@@ -7,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wlb.models.experts import MixtureOfExperts, Routing
+from wlb.models.experts import MixtureOfExperts, Routing, end_step
 from wlb.models.transformer import FeedForward
+from wlb.workload import ModelShape
 from wlb.workload.shapes import Experts
 
 HIDDEN, SHAPE = 8, Experts(6, 2, 12, shared_hidden=4)
@@ -84,3 +89,32 @@ def test_padding_has_no_losses_and_counts_nowhere() -> None:
     part = Routing(13)
     layer(X[10:], part)
     assert int(part.counts[1].sum()) == 3 * SHAPE.active
+
+
+@pytest.mark.parametrize("router", get_args(Router))
+def test_routers_add_the_gradients_of_their_losses(router: Router) -> None:
+    layer = mixture(router)
+    layer.shares.copy_(torch.arange(SHAPE.count) / 15)
+    weight, expected = layer.router.weight, X.new_zeros(())
+    for logits in layer.router(X):
+        scores = logits.sigmoid() if router == "sigmoid" else logits.softmax(-1)
+        expected = expected + 0.5 * SHAPE.count * (scores / scores.sum() * layer.shares).sum()
+        expected = expected + 0.2 * logits.exp().sum().log() ** 2
+    with_losses, without = (
+        torch.autograd.grad(layer(X, routing).sum(), [weight])[0] for routing in (Routing(len(X), 0.5, 0.2), None)
+    )
+    assert torch.allclose(with_losses - without, torch.autograd.grad(expected, [weight])[0], rtol=1e-10)
+
+
+@pytest.mark.parametrize("router", get_args(Router))
+def test_the_end_of_a_step_moves_biases_against_the_load_and_keeps_shares(router: Router) -> None:
+    layer, experts = mixture(router), replace(SHAPE, dense_layers=1)
+    shape = ModelShape(
+        hidden=HIDDEN, layers=3, heads=2, kv_heads=1, head_dim=4, ffn_hidden=8, vocab_size=5, experts=experts
+    )
+    routed = [Routing(8, counts={1: torch.tensor(counts)}) for counts in ([9, 1, 0, 0, 5, 1], [0, 2, 0, 0, 0, 0])]
+    counts = end_step({1: layer}, routed, shape, torch.device("cpu"), 0.1)
+    assert counts.tolist() == [[9, 3, 0, 0, 5, 1], [0] * 6]
+    assert torch.allclose(layer.shares, counts[0].double() / 18, rtol=1e-12)
+    moved = [-0.1, 0.0, 0.1, 0.1, -0.1, 0.1]  # 3 is the mean
+    assert layer.bias.tolist() == pytest.approx(moved if router == "sigmoid" else [0.0] * 6)
