@@ -5,9 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tests.training.distributed import run_ranks
 from tests.training.documents import RandomDocuments
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
@@ -78,6 +80,26 @@ def test_a_rank_without_tokens_has_no_losses_and_counts_none() -> None:
     assert sorted(float(routers.of(one, logits)) > 0 for one in ranks) == [False, True]
     routers.end_step()
     assert float(routers.state_dict()["shares"].sum()) == 1
+
+
+def test_router_losses_weigh_as_the_loss_of_a_token_does() -> None:
+    batch, logits = batch_of(40), torch.zeros(40, 3, dtype=torch.float64)
+    added = batch.loss(logits, router=torch.tensor(5.0)) - batch.loss(logits)
+    assert added.item() == pytest.approx(5.0 * batch.ranks / batch.loss_tokens)  # gradients are averaged over ranks
+
+
+def _shares_of(rows: Sequence[slice]) -> Tensor:
+    routers, mine = RouterLosses(ACTIVE), TOKENS[rows[dist.get_rank()]] if dist.is_initialized() else TOKENS[rows[0]]
+    routers.of(batch_of(len(mine)), [mine @ torch.eye(WIDTH, EXPERTS, dtype=torch.float64)] * LAYERS)
+    routers.end_step()
+    shares: Tensor = routers.state_dict()["shares"]
+    return shares
+
+
+def test_shares_are_those_of_all_processes() -> None:
+    exact = _shares_of([slice(0, 40)])
+    for shares in run_ranks(2, _shares_of, [slice(0, 9), slice(9, 40)]):
+        assert torch.equal(shares, exact)
 
 
 def test_a_state_continues() -> None:
