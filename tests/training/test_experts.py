@@ -50,7 +50,9 @@ def configure(
         else {"context_window": WINDOW, "store": str(folder / "store")},
         parallel=parallel,
         packing=PACKING.get(system, {}),
-        training={"dtype": "float64", "learning_rate": 0.003, "balance_loss": 0.02, "router_z_loss": 0.01} | training,
+        training={"dtype": "float64", "learning_rate": 0.003, "gradient_clip": 0.01}  # every step is clipped
+        | {"balance_loss": 0.02, "router_z_loss": 0.01}
+        | training,
         checkpoint={"dir": str(folder / name / "checkpoints"), "every": 1, "keep": STEPS},
         metrics={"dir": str(folder / name / "metrics")},
     )
