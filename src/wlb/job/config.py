@@ -294,7 +294,7 @@ class TrainingConfig(Section):
         description="Memory limit of a process; default: 90% of its GPU less 4 GiB, or of its share of the machine",
     )
     balance_loss: Number = Field(
-        0.001, ge=0, description="Weight of the routers' balance loss, over the step with the loads of the last one"
+        0.01, ge=0, description="Weight of the routers' balance loss, over the step with the loads of the last one"
     )
     router_z_loss: Number = Field(0.0, ge=0, description="Weight of the routers' z-loss")
     router_bias_rate: Number = Field(0.001, ge=0, description="Change of the biases of sigmoid routers in a step")

@@ -49,7 +49,7 @@ class RouterLosses:
     """
 
     def __init__(
-        self, experts_per_token: int, *, balance: float = 0.001, z: float = 0.0, group: dist.ProcessGroup | None = None
+        self, experts_per_token: int, *, balance: float = 0.01, z: float = 0.0, group: dist.ProcessGroup | None = None
     ) -> None:
         self._active, self._weights, self._group = experts_per_token, (balance, z), group
         self._shares_LE: Tensor | None = None
