@@ -1,6 +1,7 @@
 """Published seconds of pipeline stages: what is predicted for them, and the step that measured stages make."""
 
 import math
+from typing import Literal
 
 import pytest
 
@@ -36,6 +37,9 @@ ROW = {
 }
 
 
+DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+
+
 def test_stages_are_their_blocks_and_the_last_has_the_head():
     costs = Costs(published_shape("gpt-4b-64k"), hardware_preset("a100"))
     rows = [*stage_rows([ROW, {**ROW, "forward_us": None}])]
@@ -44,7 +48,7 @@ def test_stages_are_their_blocks_and_the_last_has_the_head():
         *["stages of blocks, forward"] * 2,
         "stages of blocks and head, forward",
     ]
-    for place, direction in enumerate(("forward", "backward")):
+    for place, direction in enumerate(DIRECTIONS):
         blocks = costs.piece_seconds(0, 2048, direction) + costs.drain_seconds(2048, direction)
         blocks = blocks + costs.blocks_seconds(2048, direction)
         head = costs.head_seconds(2048, direction)
@@ -58,6 +62,7 @@ def test_the_step_of_measured_stages_is_that_of_the_pipeline():
     step = [*stage_rows([ROW])][-1]
     assert (step.kind, step.measured_seconds) == ("steps of measured stages", 1.5)
     full = (16 + 4 - 1) * 60e-3  # of 1F1B
+    assert step.predicted_seconds is not None
     assert full < step.predicted_seconds < 1.05 * full
 
 

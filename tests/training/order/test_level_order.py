@@ -54,7 +54,7 @@ def calls_of(
         planned: Batches = shares[rank].batches(plan, read)
         batches = run(rank, planned) if run else planned
         routings = [Routing(len(batch.tokens)) for batch in planned]
-        log, routes, group = CallLog(), Routes(lambda routings=routings: routings), rank // ep
+        log, routes, group = CallLog(), Routes(partial(list, routings)), rank // ep
         routes.begin(plan, shares[group * ep : (group + 1) * ep], read)
         with fake_process_group(rank, ranks), log.listening(), StepWatcher(log), routes.followed():
             experts = None if ep == 1 else _experts(range(group * ep, (group + 1) * ep))

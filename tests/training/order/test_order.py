@@ -38,7 +38,7 @@ def runs_of(
     stages = parallel.get("pp", 1) * parallel.get("virtual_pp", 1)
     ranks = parallel.get("dp", 1) * parallel.get("cp", 1)
     model: dict[str, Any] = {"layers": stages, "heads": 4, "kv_heads": 4, "vocab_size": 64, "tied_embeddings": tied}
-    training = {"activation_checkpointing": checkpointing}
+    training: dict[str, Any] = {"activation_checkpointing": checkpointing}
     if "ep" in parallel:
         model |= MIXTURE | {"layers": max(2, stages), "first_dense_layers": int(stages == 1)}
         training |= {"router_z_loss": 0.001}
