@@ -13,7 +13,7 @@ import torch
 from wlb.errors import UserError
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig, check_built
-from wlb.workload.shapes import LatentAttention, ModelShape
+from wlb.workload.shapes import Experts, LatentAttention, ModelShape
 
 SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=24, vocab_size=40)
 CONFIG = TransformerConfig(SHAPE)
@@ -39,6 +39,17 @@ def test_initial_weights_follow_from_seed_and_name() -> None:
 def test_initial_weights_are_the_same_in_every_type() -> None:
     for exact, rounded in zip(_model().parameters(), _model(dtype=torch.float32).parameters(), strict=True):
         assert torch.equal(exact.float(), rounded)
+
+
+def test_what_goes_into_the_residual_stream_begins_smaller() -> None:
+    experts = Experts(8, 2, 32, shared_hidden=32, dense_layers=1)
+    module = Transformer(replace(CONFIG, shape=replace(SHAPE, experts=experts)))
+    initialise_weights(module, layers=SHAPE.layers, seed=0)
+    for name, weights in module.named_parameters():
+        into_stream = ".wo." in name or ".w2" in name
+        if not name.endswith("norm.weight"):
+            scale = (2 * SHAPE.layers) ** -0.5 if into_stream else 1.0
+            assert weights.std().item() == pytest.approx(0.02 * scale, rel=0.3), name
 
 
 def test_an_odd_head_dim_is_refused() -> None:

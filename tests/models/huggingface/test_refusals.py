@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.cases import in_turn
 from tests.models.huggingface.models import save_random_model
 from wlb.errors import UserError
-from wlb.models.huggingface.config_json import read_config, to_config_json
+from wlb.models.huggingface.config_json import _trained, read_config, to_config_json
 from wlb.models.huggingface.weights import EMBEDDING, HEAD, PretrainedWeights
 from wlb.workload.shapes import Experts
 
@@ -220,6 +220,10 @@ def test_a_mixture_that_no_family_computes_is_not_exported(model: Path) -> None:
         return str(to_config_json(config, longest=1, dtype="float32")["model_type"])
 
     assert family() == "mixtral"
+    document = to_config_json(
+        replace(dense, shape=replace(dense.shape, experts=Experts(8, 2, 16))), longest=1, dtype="float32"
+    )
+    assert _trained({key: value for key, value in document.items() if key != "rope_theta"}).rope_theta == 1e6
     assert family(qk_norm=True, dense_layers=1) == "qwen3_moe"
     for parts, named in (
         ({"router": "sigmoid"}, "experts, model.router"),
