@@ -152,7 +152,7 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*CHECK, "--virtual-pp", 2, "--pp", 1], "--virtual-pp 2 needs --pp of at least 2"),
         ([*CHECK, "--virtual-pp", 20, "--pp", 2], "fewer than the 40 pipeline stages; lower --pp or --virtual-pp"),
         ([*CHECK, "--tp", 3], "--tp 3 does not divide 32 query heads"),
-        ([*CHECK, "--ep", 2], "--ep 2 shares experts, and the model has none; leave --ep out"),
+        ([*CHECK, "--ep", 2], "--ep 2 shares experts, and the model has none; name another, or leave --ep out"),
         ([*CHECK, "--ep", 3, "--model", "qwen3-30b-a3b"], "--ep 3 does not divide the model's 128 experts"),
         (
             [*REPORT, "--batch-tokens", 100],

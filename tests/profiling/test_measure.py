@@ -127,7 +127,7 @@ def test_a_shape_is_divided_by_tp_or_refused():
         ({}, "does not divide the model's kv_heads = 2"),
         ({"kv_heads": 4, "ffn_hidden": 350}, "ffn_hidden = 350"),
         ({"kv_heads": 4, "vocab_size": 511}, "vocab_size = 511"),
-        ({"experts": Experts(4, 2, 64)}, "the model has a mixture of experts"),
+        ({"experts": Experts(4, 2, 64)}, "a profile times dense blocks, and the model has experts"),
     ]
     for change, message in refused:
         with pytest.raises(UserError, match=message):

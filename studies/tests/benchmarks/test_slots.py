@@ -9,7 +9,7 @@ from studies.benchmarks import slots
 
 
 def test_slots_by_work_wait_less_and_mistakes_are_named(tmp_path: Path, capsys):
-    out, small = tmp_path / "slots.json", ["--gpus", "16", "--batch-tokens", str(2**20), "--steps", "1"]
+    out, small = tmp_path / "slots.json", ["--gpus", "32", "--batch-tokens", str(2**21), "--steps", "1"]
     assert slots.main([*small, "--out", str(out)]) == 0
     tokens, work = json.loads(out.read_text())["rows"]
     assert work["speed"] > 1.02
@@ -19,7 +19,7 @@ def test_slots_by_work_wait_less_and_mistakes_are_named(tmp_path: Path, capsys):
 
 
 def test_all_ranks_run_equally_many_micro_batches():
-    job = slots.job_of("qwen3-30b-a3b", 32_768, 16, 8)
-    _, count, waiting = slots.step_of(job, np.full(128, 16_384), "work")
+    job = slots.job_of("qwen3-30b-a3b", 32_768, 32, 8)
+    _, count, waiting = slots.step_of(job, np.full(256, 16_384), "work")
     assert count == 2
     assert waiting < 1e-9
