@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 from tests.training.distributed import run_ranks
-from tests.training.jobs import job, read_steps, train, trainer_of, write_store
-from tests.training.oracle import losses_of_single_documents, remembered_plans
-from tests.training.test_steps_equivalence import PACKING, WINDOW, WINDOW_OF_SLICES
-from wlb.job.config import PRESETS, EvaluationConfig, JobConfig
-from wlb.packing.plan import StepPlan
+from tests.training.jobs import read_steps, train, write_store
+from tests.training.test_steps_equivalence import STEPS, WINDOW, configure, trained_as_single_documents, with_stores
+from wlb.job.config import CheckpointConfig, EvaluationConfig
 
-STEPS = 20
 TOLERANCE = 1e-12  # of the loss of a step
 SOFTMAX: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "expert_hidden": 12}
 SIGMOID: dict[str, Any] = SOFTMAX | {
@@ -29,44 +26,13 @@ SIGMOID: dict[str, Any] = SOFTMAX | {
 }
 
 
+ROUTED: dict[str, Any] = {"balance_loss": 0.02, "router_z_loss": 0.01, "learning_rate": 0.003}
+ROUTED["gradient_clip"] = 0.01  # every step is clipped
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts")
-    write_store(folder / "store", longest=2 * WINDOW)
-    write_store(folder / "long", longest=WINDOW_OF_SLICES)
-    return folder
-
-
-def configure(
-    folder: Path, system: str, model: dict[str, Any], parallel: dict[str, Any], /, name: str = "job", **training: Any
-) -> JobConfig:
-    sliced = system == "slices"
-    return job(
-        folder,
-        system if system in PRESETS else "balanced",
-        model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68} | model,
-        data={"context_window": WINDOW_OF_SLICES, "store": str(folder / "long")}
-        if sliced
-        else {"context_window": WINDOW, "store": str(folder / "store")},
-        parallel=parallel,
-        packing=PACKING.get(system, {}),
-        training={"dtype": "float64", "learning_rate": 0.003, "gradient_clip": 0.01}  # every step is clipped
-        | {"balance_loss": 0.02, "router_z_loss": 0.01}
-        | training,
-        checkpoint={"dir": str(folder / name / "checkpoints"), "every": 1, "keep": STEPS},
-        metrics={"dir": str(folder / name / "metrics")},
-    )
-
-
-def _train(config: JobConfig) -> list[StepPlan]:
-    trainer = trainer_of(config)
-    plans = remembered_plans(trainer)
-    trainer.run()
-    return plans
-
-
-def losses_in(folder: Path) -> list[float]:
-    return [row["loss"] for row in read_steps(folder)]
+    return with_stores(tmp_path_factory.mktemp("experts"))
 
 
 def exhaustive(*values: Any) -> Any:
@@ -100,12 +66,8 @@ def exhaustive(*values: Any) -> Any:
 def test_steps_have_the_losses_of_single_documents(
     system: str, model: dict[str, Any], parallel: dict[str, Any], checkpointing: str, steps: int, folder: Path
 ) -> None:
-    config = configure(folder, system, model, parallel, steps=steps, activation_checkpointing=checkpointing)
-    config = config.model_copy(update={"checkpoint": config.checkpoint.changed(dir=None)})
-    plans: list[StepPlan] = run_ranks(config.parallel.layout.world_size, _train, config)[0]
-    losses = losses_in(folder / "job")
-    assert losses == pytest.approx(losses_of_single_documents(config, plans), rel=TOLERANCE)
-    assert len(set(losses)) == steps
+    config = configure(folder, system, steps, parallel, model, **ROUTED, activation_checkpointing=checkpointing)
+    plans = trained_as_single_documents(config, folder / system, TOLERANCE)
     if system == "level" and config.parallel.layout.dp_cp > config.parallel.layout.ep_ranks:
         rounds = [{one.ranks for one in plan.micro_batches} for plan in plans]
         assert any(len(groups) > 1 for groups in rounds)
@@ -119,12 +81,16 @@ def test_a_job_continues_to_the_bit_and_with_experts_divided_otherwise(tmp_path:
     write_store(tmp_path / "store", longest=2 * WINDOW)
 
     def run(name: str, ep: int, steps: int) -> list[float]:
-        settings: dict[str, Any] = {"steps": steps, "lr_schedule": "constant", "router_bias_rate": 0.05}
-        config = configure(tmp_path, "level", SIGMOID, {"dp": 2, "ep": ep}, name=name, **settings)
-        held_out = EvaluationConfig.of({"store": str(tmp_path / "store"), "documents": 20})
-        run_ranks(2, train, config.model_copy(update={"evaluation": held_out}))
+        rates: dict[str, Any] = {"lr_schedule": "constant", "router_bias_rate": 0.05}
+        config = configure(tmp_path, "level", steps, {"dp": 2, "ep": ep}, SIGMOID, **ROUTED, **rates)
+        sections = {
+            "checkpoint": CheckpointConfig(dir=tmp_path / name / "checkpoints", every=1, keep=steps),
+            "evaluation": EvaluationConfig.of({"store": str(tmp_path / "store"), "documents": 20}),
+            "metrics": config.metrics.changed(dir=tmp_path / name / "metrics"),
+        }
+        run_ranks(2, train, config.model_copy(update=sections))
         evaluation = (tmp_path / name / "metrics" / "evaluation.jsonl").read_text(encoding="utf-8")
-        return [*losses_in(tmp_path / name), json.loads(evaluation)["loss"]]
+        return [*(row["loss"] for row in read_steps(tmp_path / name)), json.loads(evaluation)["loss"]]
 
     straight = run("straight", 2, 3)
     for name, ep in (("again", 2), ("otherwise", 1)):

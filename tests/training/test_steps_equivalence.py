@@ -47,14 +47,22 @@ UNTIED: dict[str, Any] = BIASES | {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("steps")
+    return with_stores(tmp_path_factory.mktemp("steps"))
+
+
+def with_stores(folder: Path) -> Path:
     write_store(folder / "store", longest=2 * WINDOW)
     write_store(folder / "long", longest=WINDOW_OF_SLICES)
     return folder
 
 
 def configure(
-    folder: Path, preset: str, steps: int, parallel: dict[str, Any], model: dict[str, Any] | None = None
+    folder: Path,
+    preset: str,
+    steps: int,
+    parallel: dict[str, Any],
+    model: dict[str, Any] | None = None,
+    **training: Any,
 ) -> JobConfig:
     return job(
         folder,
@@ -65,7 +73,7 @@ def configure(
         else {"context_window": WINDOW},
         parallel=parallel,
         packing=PACKING.get(preset, {}),
-        training={"steps": steps, "dtype": "float64", "learning_rate": 0.02, "gradient_clip": 0.5},
+        training={"steps": steps, "dtype": "float64", "learning_rate": 0.02, "gradient_clip": 0.5} | training,
         metrics={"dir": str(folder / preset / "metrics")},
     )
 
@@ -77,12 +85,12 @@ def _train(config: JobConfig) -> list[StepPlan]:
     return plans
 
 
-def trained_as_single_documents(config: JobConfig, folder: Path) -> list[StepPlan]:
+def trained_as_single_documents(config: JobConfig, folder: Path, tolerance: float = 1e-9) -> list[StepPlan]:
     plans: list[StepPlan] = run_ranks(config.parallel.layout.world_size, _train, config)[0]
     losses = [row["loss"] for row in read_steps(folder)]
     assert len(losses) == config.training.steps
     assert len(set(losses)) == len(losses)  # weights change
-    assert losses == pytest.approx(losses_of_single_documents(config, plans), rel=1e-9)
+    assert losses == pytest.approx(losses_of_single_documents(config, plans), rel=tolerance)
     return plans
 
 

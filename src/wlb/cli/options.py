@@ -239,9 +239,8 @@ class JobOptions:
         shape = measured.model if measured else model_shape(self.model)
         if "pp" in sizes:
             split_layers(shape, layout)
-        replace(
-            make_workload(shape, tp=layout.tp, profile=measured), ep=ep
-        )  # checks that they divide heads and experts
+        # Checks that they divide heads and experts.
+        replace(make_workload(shape, tp=layout.tp, profile=measured), ep=ep)
 
 
 def _chosen(name: str, option: str, value: str | None, choices: Sequence[str]) -> dict[str, Any]:

@@ -22,16 +22,18 @@ def router_losses(logits_NE: Tensor, scores_NE: Tensor, shares_E: Tensor, balanc
 
     ``scores_NE`` are positive, and ``shares_E`` of the tokens of the step before add up to 1.
     """
-    probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
-    excess = len(shares_E) * (probabilities_NE @ shares_E.to(probabilities_NE.dtype)) - 1
-    return balance * excess.sum() + z * logits_NE.logsumexp(-1).square().sum()
+    loss = logits_NE.new_zeros(())
+    if balance:
+        probabilities_NE = scores_NE / scores_NE.sum(-1, keepdim=True)
+        excess = len(shares_E) * (probabilities_NE @ shares_E.to(probabilities_NE.dtype)) - 1
+        loss = loss + balance * excess.sum()
+    return loss + z * logits_NE.logsumexp(-1).square().sum() if z else loss
 
 
 def counted(chosen: Tensor, experts: int) -> Tensor:
     """How often each of ``experts`` is in ``chosen``, (experts,) int64; on a GPU the host does not wait for it."""
-    ordered = chosen.flatten().sort().values
-    ends = torch.searchsorted(ordered, torch.arange(experts, device=ordered.device), right=True)
-    return ends.diff(prepend=ends.new_zeros(1))
+    flat = chosen.flatten()
+    return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 class RouterLosses:

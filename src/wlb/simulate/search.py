@@ -162,9 +162,9 @@ def least_seconds(job: Job, steps: Sequence[Packed]) -> float:
     """A lower bound on the seconds that ``job`` takes for ``steps``, which are not dealt to ranks yet.
 
     The busiest pipeline rank computes its share of all micro-batches, with the collectives of tensor and expert
-    parallelism, and waits for no peer. If
-    packing or dealing depends on prices, and so on the layout, data-parallel ranks share the work evenly; else each has
-    the micro-batches that it is dealt, and a named schedule fills and drains its pipeline.
+    parallelism, and waits for no peer. If packing or dealing depends on prices, and so on the layout, data-parallel
+    ranks share the work evenly; else each has the micro-batches that it is dealt, and a named schedule fills and drains
+    its pipeline.
     """
     layout = job.layout
     dealt = job.packing.method == "sequential" and job.packing.assignment == "arrival"

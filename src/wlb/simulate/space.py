@@ -28,11 +28,11 @@ _VOCABULARY_MULTIPLE = 128  # tensor-parallel ranks get equally many rows
 class SearchSpace:
     """How many GPUs of which kind, and what they train.
 
-    ``global_batch`` counts context windows. Only layouts with the ``fixed`` sizes (fields of
-    ``Layout``) are tried, and only the given activation ``checkpointing``. Packers that fill windows put
-    ``micro_batch_windows`` of them into a micro-batch; None means one or, with experts, as many as are fastest.
-    ``settings`` are further fields of every ``Job``, such as a
-    profile. ``priced_by`` names the model, or the profile, and the hardware; ``assumed`` are the defaults used.
+    ``global_batch`` counts context windows. Only layouts with the ``fixed`` sizes (fields of ``Layout``) are tried, and
+    only the given activation ``checkpointing``. Packers that fill windows put ``micro_batch_windows`` of them into a
+    micro-batch; None means one or, with experts, as many as are fastest. ``settings`` are further fields of every
+    ``Job``, such as a profile. ``priced_by`` names the model, or the profile, and the hardware; ``assumed`` are the
+    defaults used.
     """
 
     gpus: int
