@@ -65,7 +65,9 @@ def measure_block(dtype: torch.dtype, strategy: Checkpointing, shape: ModelShape
     x = torch.randn(ROWS, SHAPE.hidden, dtype=dtype).requires_grad_()
     rotation = rotary_angles(torch.arange(ROWS), SHAPE.head_dim, 1e4, dtype)
     attend = ShardedAttention(ROWS, make_shard_plan(TOKENS, 1, "per_sequence"), None)
-    return measure(lambda: module.layers["0"](x, rotation, attend, Routing(ROWS)), torch.ones_like(x))
+    return measure(
+        lambda: module.layers["0"](x, rotation, attend, Routing(ROWS, balance=0.1, z=0.1)), torch.ones_like(x)
+    )
 
 
 @in_turn(
