@@ -8,13 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
-from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
-from wlb.schedules.timing import pipeline_times
+from wlb.schedules.layout import Layout
+from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation
+from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
 
 UNBOUNDED = 10**12
 
 
-def _load(seed: int, stages: int, documents: list[int], *, splits: bool, spread: float = 0.5) -> PipelineLoad:
+def _load(
+    seed: int, stages: int, documents: list[int], *, splits: bool, spread: float = 0.5, dealt: bool = False
+) -> PipelineLoad:
     rng = np.random.default_rng(seed)
     count = sum(documents)
     sizes = rng.uniform(1 - spread, 1 + spread, count)
@@ -26,15 +29,24 @@ def _load(seed: int, stages: int, documents: list[int], *, splits: bool, spread:
         weight,
         np.full(count, 20),
         np.rint(100 * np.outer(np.ones(stages), sizes)).astype(np.int64),
+        np.rint(700 * sizes).astype(np.int64) if dealt else None,
     )
+
+
+def _times(lists, load: PipelineLoad) -> PipelineTimes:
+    weight = None if load.weight is None else load.weight.astype(float)
+    head = 0.0 if load.head is None else load.head
+    of_stages = load.forward.astype(float), load.backward.astype(float), weight
+    return pipeline_times(lists, *of_stages, head=head, transfer=load.transfer)
 
 
 def _makespan(lists, load: PipelineLoad) -> float:
-    weight = None if load.weight is None else load.weight.astype(float)
-    times = pipeline_times(
-        lists, load.forward.astype(float), load.backward.astype(float), weight, transfer=load.transfer
-    )
-    return float(times.rank_ends.max())
+    return float(_times(lists, load).rank_ends.max())
+
+
+def _heads(load: PipelineLoad) -> list[int]:
+    assert load.head is not None
+    return list(load.head.tolist())
 
 
 def _bound(load: PipelineLoad, pp: int) -> float:
@@ -52,28 +64,42 @@ def _bound(load: PipelineLoad, pp: int) -> float:
     st.integers(1, 3),
     st.lists(st.integers(1, 4), min_size=1, max_size=8),
     st.booleans(),
+    st.booleans(),
     st.floats(0.3, 3),
 )
-def test_lists_are_complete_ordered_and_within_memory(seed, pp, per_rank, documents, splits, room):
+def test_lists_are_complete_ordered_and_within_memory(seed, pp, per_rank, documents, splits, dealt, room):
     stages = pp * per_rank
-    load = _load(seed, stages, documents, splits=splits)
+    load = _load(seed, stages, documents, splits=splits, dealt=dealt)
     limit = int(room * 100 * pp * per_rank)
     lists = critical_path_lists(load, documents, pp, [limit] * pp)
     first, last = (INPUT, WEIGHT) if splits else (BACKWARD, BACKWARD)
     kinds = {FORWARD, first, last}
     count = sum(documents)
     expected = {Operation(stage, index, kind) for stage in range(stages) for index in range(count) for kind in kinds}
-    assert sorted(operation for of_rank in lists for operation in of_rank) == sorted(expected)
-    _makespan(lists, load)  # asserts that no rank waits in a circle
-    starts = np.cumsum([0, *documents])
-    back = [index for begin, end in itertools.pairwise(starts) for index in reversed(range(begin, end))]
+    in_blocks = [operation for of_rank in lists for operation in of_rank if operation.kind != HEAD]
+    assert sorted(in_blocks) == sorted(expected)
+    heads = [
+        (one.micro_batch, rank, one.stage) for rank, of_rank in enumerate(lists) for one in of_rank if one[2] == HEAD
+    ]
+    assert [micro_batch for micro_batch, *_ in sorted(heads)] == [*range(count)] * dealt
+    assert all(rank == stage for _, rank, stage in heads)
+    times = _times(lists, load)  # asserts that no rank waits in a circle
+    starts, ends = (dict(zip(times.operations, of.tolist(), strict=True)) for of in (times.starts, times.ends))
+    for micro_batch, rank, stage in heads:
+        sent = load.transfer[micro_batch] * (rank != pp - 1)
+        head, of_last = Operation(stage, micro_batch, HEAD), (stages - 1, micro_batch)
+        assert starts[head] >= ends[Operation(*of_last, FORWARD)] + sent
+        assert ends[head] == starts[head] + _heads(load)[micro_batch]
+        assert starts[Operation(*of_last, first)] >= ends[head] + sent
+    bounds = np.cumsum([0, *documents])
+    back = [index for begin, end in itertools.pairwise(bounds) for index in reversed(range(begin, end))]
     for rank, of_rank in enumerate(lists):
         for stage in range(rank, stages, pp):
             assert [o.micro_batch for o in of_rank if o.stage == stage and o.kind == FORWARD] == [*range(count)]
             assert [o.micro_batch for o in of_rank if o.stage == stage and o.kind == first] == back
         change = {FORWARD: 1, last: -1}
         held = np.cumsum([change.get(o.kind, 0) * load.held[o.stage, o.micro_batch] for o in of_rank])
-        alone = max(load.held[rank::pp, begin:end].sum() for begin, end in itertools.pairwise(starts))
+        alone = max(load.held[rank::pp, begin:end].sum() for begin, end in itertools.pairwise(bounds))
         assert held.max() <= max(limit, alone)
         assert held[-1] == 0
 
@@ -86,3 +112,56 @@ def test_lists_of_even_micro_batches_are_within_a_hundredth_of_the_least(per_ran
         lists = critical_path_lists(load, [1, 3, 2, *[1] * 12], 4, [UNBOUNDED] * 4)
         over.append(_makespan(lists, load) / _bound(load, 4))
     assert np.mean(over) < 1.01
+
+
+def test_a_dealt_head_levels_the_work_of_ranks_and_costs_little_waiting():
+    over = []
+    for seed in range(6):
+        load = _load(seed, 4, [1] * 40, splits=True, spread=0.3, dealt=True)
+        lists = critical_path_lists(load, [1] * 40, 4, [UNBOUNDED] * 4)
+        blocks, heads = (load.forward + load.backward).sum(axis=1), _heads(load)
+        busy = blocks + [sum(heads[one.micro_batch] for one in of_rank if one.kind == HEAD) for of_rank in lists]
+        level = max(busy.mean(), blocks.max())
+        assert busy.max() < level + 2 * 700
+        over.append(_makespan(lists, load) / (level + 3 * load.forward.min()))
+    assert np.mean(over) < 1.03
+
+
+def test_a_rank_with_more_work_than_all_will_have_gets_no_head():
+    load = _load(0, 2, [1] * 6, splits=False, dealt=True)
+    load.forward[1] *= 3
+    lists = critical_path_lists(load, [1] * 6, 2, [UNBOUNDED] * 2)
+    assert [sum(one.kind == HEAD for one in of_rank) for of_rank in lists] == [6, 0]
+
+
+def test_pipelines_may_deal_their_heads_differently():
+    load = _load(1, 2, [1] * 6, splits=False, dealt=True)
+    busy = _load(2, 2, [1] * 6, splits=False, dealt=True)
+    busy.forward[1] *= 3
+    loads = [load, busy]
+    lists = [critical_path_lists(one, [1] * 6, 2, [UNBOUNDED] * 2) for one in loads]
+    forward, backward = (
+        np.stack([getattr(one, name) for one in loads])[None].astype(float) for name in ("forward", "backward")
+    )
+    heads = np.array([[_heads(one) for one in loads]])
+    together = planned_times([lists], forward, backward, None, heads, 20)
+    assert together.rank_ends[:, 0].T.tolist() == [
+        _times(*one).rank_ends.tolist() for one in zip(lists, loads, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("pp", "per_rank", "count"), [(2, 1, 4), (8, 1, 32), (4, 2, 16), (8, 4, 32), (4, 1, 3)])
+def test_named_schedules_deal_a_head_with_little_more_in_flight(pp, per_rank, count):
+    layout = Layout(pp=pp, virtual_pp=per_rank)
+    named, dealt = layout.operations(count), Layout(pp=pp, virtual_pp=per_rank, head="dealt").operations(count)
+
+    def most(lists):
+        changes = {FORWARD: 1, BACKWARD: -1}
+        return max(max(itertools.accumulate(changes.get(one.kind, 0) for one in of_rank)) for of_rank in lists)
+
+    assert most(dealt) <= most(named) + 2 * per_rank
+    one, head = np.ones((pp * per_rank, count)), 0.6
+    on_last = one.copy()
+    on_last[-1] += head / 3
+    seconds = pipeline_times(dealt, one, 2 * one, head=head).rank_ends.max()
+    assert seconds < pipeline_times(named, on_last, 2 * on_last).rank_ends.max()

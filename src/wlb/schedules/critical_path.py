@@ -7,17 +7,21 @@ interleaved and zero-bubble schedules are special cases.
 A forward may run only if the rank can hold its activations, and only if every document that has begun can still finish
 its forwards once the documents before it have gone backward (the banker's rule). So ranks cannot deadlock waiting for
 memory. All seconds are whole ticks, so that every machine makes the same lists.
+
+A dealt output head runs forward and backward at once, on any rank. Ranks with less work in their blocks get more of it,
+so that all have the same, and each gets its part in even intervals.
 """
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations
+from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation, RankOperations
 
 Ticks = NDArray[np.int64]
 
@@ -27,7 +31,8 @@ class PipelineLoad(NamedTuple):
 
     ``weight`` is the part of ``backward`` that computes gradients of weights, or None if a backward is one operation.
     ``transfer`` is the time of a micro-batch from one rank to another, shape (micro_batches,). ``held`` is the memory
-    that a forward holds on its rank until the end of the backward, in any unit.
+    that a forward holds on its rank until the end of the backward, in any unit. ``head`` is the work of a dealt output
+    head, shape (micro_batches,); None if the head is part of the last stage.
     """
 
     forward: Ticks
@@ -35,6 +40,7 @@ class PipelineLoad(NamedTuple):
     weight: Ticks | None
     transfer: Ticks
     held: Ticks
+    head: Ticks | None = None
 
 
 def critical_path_lists(load: PipelineLoad, documents: Sequence[int], pp: int, limits: Sequence[int]) -> RankOperations:
@@ -47,8 +53,28 @@ def critical_path_lists(load: PipelineLoad, documents: Sequence[int], pp: int, l
     ranks = _Ranks(load, documents, pp, limits)
     while (first := min(ranks.begins)) < _NEVER:
         ranks.run_one(ranks.begins.index(first))
-    assert sum(map(len, ranks.lists)) == (3 if load.weight is not None else 2) * load.forward.size, "ranks are stuck"
+    kinds, heads = 3 if load.weight is not None else 2, 0 if load.head is None else load.head.size
+    assert sum(map(len, ranks.lists)) == kinds * load.forward.size + heads, "ranks are stuck"
     return tuple(map(tuple, ranks.lists))
+
+
+@lru_cache(maxsize=256)
+def dealt_head_lists(named: RankOperations) -> RankOperations:
+    """The schedule ``named`` with the output head dealt, for equal micro-batches.
+
+    While micro-batches are away for their heads, others run, so every rank may hold two more than the fullest in
+    ``named``.
+    """
+    places = {(stage, micro_batch) for of_rank in named for stage, micro_batch, _ in of_rank}
+    stages, micro_batches = (1 + max(numbers) for numbers in zip(*places, strict=True))
+    changes = ([1 if one.kind == FORWARD else -1 for one in of_rank] for of_rank in named)
+    one = np.full((stages, micro_batches), _EQUAL, np.int64)
+    load = PipelineLoad(one, 2 * one, None, 0 * one[0], 0 * one + 1, one[0] // stages)
+    limit = 2 * stages // len(named) + max(max(accumulate(of_rank)) for of_rank in changes)
+    return critical_path_lists(load, [1] * micro_batches, len(named), [limit] * len(named))
+
+
+_EQUAL = 10_000  # ticks of a forward
 
 
 _NEVER = 2**63
@@ -70,9 +96,13 @@ class _Ranks:
         # Micro-batches in the order in which they go backward.
         self._back = [end - 1 - place for end, count in zip(ends, documents, strict=True) for place in range(count)]
         kinds = FORWARD, first_part
-        self._tails = dict(zip(kinds, _tails(load, self._back), strict=True))
+        *tails, self._head_tails = _tails(load, self._back)
+        self._tails = dict(zip(kinds, tails, strict=True))
         # The micro-batches of every stage in order, with none at the end, and when the inputs of each have arrived.
         self._order = dict(zip(kinds, ([*range(len(self._back)), -1], [*self._back, -1]), strict=True))
+        self._head_seconds = [] if load.head is None else load.head.tolist()
+        self._head_rank = _dealt(self._head_seconds, (load.forward + load.backward).sum(axis=1), pp)
+        self._heads: list[dict[int, int]] = [{} for _ in range(pp)]  # ready for each rank, and since when
         self._arrived: dict[str, list[dict[int, int]]] = {kind: [{} for _ in load.forward] for kind in kinds}
         self._arrived[FORWARD][0] = dict.fromkeys(self._back, 0)
         self._own = [range(rank, self._stages, pp) for rank in range(pp)]
@@ -94,15 +124,19 @@ class _Ranks:
         """Let ``rank`` run, of the operations that are ready, the one with the longest remaining path."""
         now = self.begins[rank]
         _, stage, kind, micro_batch = min([choice[1:] for choice in self._choices[rank] if choice[0] <= now])
-        self._free[rank] = end = now + self._seconds[kind][stage][micro_batch]
         self.lists[rank].append(Operation(stage, micro_batch, kind))
-        self._done[kind][stage] += 1
-        if kind == INPUT:
-            self._late[rank].append((stage, micro_batch))
-        elif kind == WEIGHT:
-            self._late[rank].popleft()
-        self._hold(rank, stage, micro_batch, (kind == FORWARD) - (kind == self._last_part))
-        if kind != WEIGHT:
+        if kind == HEAD:
+            self._free[rank] = end = now + self._head_seconds[micro_batch]
+            del self._heads[rank][micro_batch]
+            self._arrive(self._first_part, self._stages - 1, micro_batch, rank, end)
+        else:
+            self._free[rank] = end = now + self._seconds[kind][stage][micro_batch]
+            self._done[kind][stage] += 1
+            if kind == INPUT:
+                self._late[rank].append((stage, micro_batch))
+            elif kind == WEIGHT:
+                self._late[rank].popleft()
+            self._hold(rank, stage, micro_batch, (kind == FORWARD) - (kind == self._last_part))
             self._hand_on(rank, stage, kind, micro_batch, end)
         self._look(rank)
 
@@ -119,12 +153,21 @@ class _Ranks:
     def _hand_on(self, rank: int, stage: int, kind: str, micro_batch: int, end: int) -> None:
         """Note when the result arrives at the operation that waits for it."""
         receiver = stage + (1 if kind == FORWARD else -1)
-        if receiver == self._stages:
-            self._arrived[self._first_part][stage][micro_batch] = end
-        elif receiver >= 0:
-            self._arrived[kind][receiver][micro_batch] = end + self._transfer[micro_batch] * (self._pp > 1)
-            if receiver % self._pp != rank:
-                self._look(receiver % self._pp)
+        if receiver == self._stages and self._head_seconds:
+            to = self._head_rank[micro_batch]
+            self._heads[to][micro_batch] = end + self._transfer[micro_batch] * (to != rank)
+            self._look(to)
+        elif receiver == self._stages:
+            self._arrive(self._first_part, stage, micro_batch, rank, end)
+        elif receiver >= 0 and kind != WEIGHT:
+            self._arrive(kind, receiver, micro_batch, rank, end)
+
+    def _arrive(self, kind: str, stage: int, micro_batch: int, sender: int, end: int) -> None:
+        """Note when the input of an operation arrives, which ``sender`` has at ``end``."""
+        rank = stage % self._pp
+        self._arrived[kind][stage][micro_batch] = end + self._transfer[micro_batch] * (rank != sender)
+        if rank != sender:
+            self._look(rank)
 
     def _look(self, rank: int) -> None:
         """Find what ``rank`` can run next: when the input arrives, its priority, and the operation."""
@@ -134,6 +177,8 @@ class _Ranks:
             if micro_batch in arrived and (kind != FORWARD or self._has_room(rank, stage, micro_batch)):
                 priority = -self._tails[kind][stage][micro_batch]
                 choices.append((arrived[micro_batch], priority, stage, kind, micro_batch))
+        for micro_batch, since in self._heads[rank].items():
+            choices.append((since, -self._head_tails[micro_batch], rank, HEAD, micro_batch))
         if self._late[rank]:
             stage, micro_batch = self._late[rank][0]
             choices.append((0, 1, stage, WEIGHT, micro_batch))
@@ -157,9 +202,29 @@ class _Ranks:
         return True
 
 
-def _tails(load: PipelineLoad, back: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """The longest path from the start of each forward and backward to the end of the step, if all ranks were free."""
+def _dealt(heads: Sequence[int], of_stages: Ticks, pp: int) -> list[int]:
+    """The rank of the head of each micro-batch, so that ranks have equal work, each in even intervals.
+
+    ``heads`` are the ticks of each head, ``of_stages`` those of the blocks of each stage, shape (stages,).
+    """
+    work = [int(of_stages[rank::pp].sum()) for rank in range(pp)]
+    total, falling = sum(heads), sorted(work, reverse=True)
+    while len(falling) * falling[0] - sum(falling) > total:  # this rank has more work than all will have
+        del falling[0]
+    parts, level = len(falling), sum(falling) + total
+    due = [max(0, level - parts * mine) for mine in work]  # of all heads, times ``parts``
+    given, done, ranks = [0] * pp, 0, []
+    for head in heads:
+        done += head
+        ranks.append(max(range(pp), key=lambda rank: (due[rank] * done - given[rank] * parts * total, -given[rank])))
+        given[ranks[-1]] += max(1, head)
+    return ranks
+
+
+def _tails(load: PipelineLoad, back: Sequence[int]) -> tuple[list[list[int]], list[list[int]], list[int]]:
+    """The longest path from the start of each forward, backward and head to the end of the step, if ranks were free."""
     transfer, forwards, backwards = load.transfer.tolist(), load.forward.tolist(), load.backward.tolist()
+    heads: list[int] = []
     after = [0] * len(transfer)  # the path that follows on the next stage
     for stages, order in ((backwards, back[::-1]), (forwards[::-1], range(len(transfer))[::-1])):
         for tails in stages:
@@ -169,4 +234,7 @@ def _tails(load: PipelineLoad, back: Sequence[int]) -> tuple[list[list[int]], li
                 tails[micro_batch] = following
             after = [tail + sent for tail, sent in zip(tails, transfer, strict=True)]
         after = tails  # turns around on the same rank
-    return forwards, backwards
+        if load.head is not None and not heads:
+            heads = [sum(of) for of in zip(load.head.tolist(), tails, transfer, strict=True)]
+            after = [sum(of) for of in zip(heads, transfer, strict=True)]
+    return forwards, backwards, heads

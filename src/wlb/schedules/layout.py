@@ -7,12 +7,14 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from wlb.errors import UserError
+from wlb.schedules.critical_path import dealt_head_lists
 from wlb.schedules.operations import RankOperations, rank_operations
 from wlb.settings import MOST_RANKS
 from wlb.workload.shapes import ModelShape
 from wlb.workload.weights import mean_block_weights
 
 Weights = Literal["auto", "kept", "gathered"]
+Head = Literal["auto", "last", "dealt"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Layout:
     stage_blocks: tuple[int, ...] | None = None
     pool: int | None = None
     ep: int = 1
+    head: Head = "auto"
 
     def __post_init__(self) -> None:
         for name, size in self.sizes.items():
@@ -55,6 +58,10 @@ class Layout:
         if self.pp > 1 and self.weights == "gathered":
             raise UserError(
                 f"weights = 'gathered' is for jobs without a pipeline, not for pp = {self.pp}; leave one of them out"
+            )
+        if self.pp == 1 and self.head == "dealt":
+            raise UserError(
+                "head = 'dealt' deals the output head to the ranks of a pipeline; raise pp, or leave it out"
             )
 
     @property
@@ -86,7 +93,13 @@ class Layout:
 
     def operations(self, micro_batches: int) -> RankOperations:
         """The operations of every pipeline rank in a step of ``micro_batches``."""
-        return rank_operations(self.schedule, self.pp, micro_batches, self.virtual_pp)
+        named = rank_operations(self.schedule, self.pp, micro_batches, self.virtual_pp)
+        return dealt_head_lists(named) if self.deals_head else named
+
+    @property
+    def deals_head(self) -> bool:
+        """Whether every pipeline rank has the output head."""
+        return self.head == "dealt"
 
     @property
     def keeps_weights(self) -> bool:
@@ -116,7 +129,7 @@ def divisors(number: int) -> list[int]:
 def split_layers(shape: ModelShape, layout: Layout) -> list[range]:
     """The blocks of each stage of ``layout``: as ``layout.stage_blocks`` says or, if None, dealt by weight.
 
-    By weight every block counts 1, and the output head of the last stage counts the number of its weights over those of
+    By weight every block counts 1, and an output head on the last stage counts the number of its weights over those of
     a mean block, with only the experts that a token meets. Attention is left out, so the head looks as heavy as it can
     be; the embedding is a lookup and counts 0.
 
@@ -126,7 +139,8 @@ def split_layers(shape: ModelShape, layout: Layout) -> list[range]:
         raise UserError(
             f"model has {shape.layers} layers, fewer than the {layout.stages} pipeline stages; lower pp or virtual_pp"
         )
-    head = shape.vocab_size * shape.hidden / mean_block_weights(shape, active=True)
+    on_last = not layout.deals_head
+    head = on_last * shape.vocab_size * shape.hidden / mean_block_weights(shape, active=True)
     counts = layout.stage_blocks or dealt_blocks(shape.layers, layout, head)
     return [range(stop - count, stop) for stop, count in zip(accumulate(counts), counts, strict=True)]
 

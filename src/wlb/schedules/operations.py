@@ -14,10 +14,13 @@ from wlb.errors import UserError, choose_from
 # Kinds of operations, as ``torch.distributed.pipelining`` names them: a forward, a whole backward, and the two parts of
 # a backward: the gradient of the input of the stage, and the gradients of its weights, which may be computed later.
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
+# Output head and loss, forward and backward, between the forward and the backward of the last stage. Only where the
+# head is dealt: every rank has one, and runs it for some micro-batches, as an operation of the first of its stages.
+HEAD = "H"
 
 
 class Operation(NamedTuple):
-    """A pass of one micro-batch through one stage of the model: its ``kind`` is F, B, I or W."""
+    """A pass of one micro-batch through one stage of the model: its ``kind`` is F, B, I, W or H."""
 
     stage: int
     micro_batch: int

@@ -2,8 +2,9 @@
 
 Each rank runs its list of operations in order (``rank_operations``). An operation starts as soon as its rank is free
 and its input has arrived: the forward of stage s waits for the forward of stage s - 1, a backward for the backward of
-stage s + 1 (on the last stage for its own forward), and the weight part of a backward for its input part. A transfer
-from another rank takes ``transfer`` seconds, during which both ranks may compute.
+stage s + 1 (on the last stage for its own forward, or for a dealt head, which waits for that), and the weight part of a
+backward for its input part. A transfer from another rank takes ``transfer`` seconds, during which both ranks may
+compute.
 
 Which operation waits for which does not depend on seconds, so operations are sorted once into waves that depend only on
 earlier waves. A wave is then one NumPy operation over all its ranks, and over all steps and data-parallel ranks that
@@ -18,7 +19,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
-from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations, rank_operations
+from wlb.schedules.operations import (
+    BACKWARD,
+    FORWARD,
+    HEAD,
+    INPUT,
+    WEIGHT,
+    Operation,
+    RankOperations,
+    rank_operations,
+)
 
 Array = NDArray[np.float64]
 
@@ -74,11 +84,13 @@ def pipeline_times(
     backward: Array,
     weight: ArrayLike | None = None,
     *,
+    head: ArrayLike = 0.0,
     transfer: ArrayLike = 0.0,
 ) -> PipelineTimes:
     """When each operation runs in pipelines whose ranks have these ``operations``; seconds as ``pipeline_makespan``.
 
-    If a ``backward`` has two parts, ``weight`` is required: the seconds of the weight part.
+    If a ``backward`` has two parts, ``weight`` is required: the seconds of the weight part. ``head`` are the seconds of
+    dealt heads, like ``transfer``.
     """
     *batch, stages, micro_batches = forward.shape
     later = np.zeros_like(backward) if weight is None else np.minimum(weight, backward)
@@ -86,9 +98,11 @@ def pipeline_times(
     waves = _waves(operations)
     if waves.shape != (stages, micro_batches):
         raise ValueError(f"seconds are of {stages} stages and {micro_batches} micro-batches, operations {waves.shape}")
-    by_operation = np.concatenate([times.reshape(-1, stages * micro_batches) for times in phases], axis=1)
+    heads = np.broadcast_to(head, (*batch, micro_batches)).reshape(-1, micro_batches)
+    by_stage = [times.reshape(-1, stages * micro_batches) for times in phases]
     stage, micro_batch, kind = waves.table
-    seconds = by_operation.T[(kind * stages + stage) * micro_batches + micro_batch]
+    row = kind * stages + np.where(kind == _KINDS.index(HEAD), 0, stage)
+    seconds = np.concatenate([*by_stage, heads], axis=1).T[row * micro_batches + micro_batch]
     # Seconds of every transfer: 0 for none, then of every micro-batch; shape (1 + micro_batches, pipelines).
     sent = np.broadcast_to(transfer, (*batch, micro_batches)).reshape(-1, micro_batches).T
     delays = np.concatenate([np.zeros((1, sent.shape[1])), sent])
@@ -112,19 +126,20 @@ def planned_times(
     forward: Array,
     backward: Array,
     weight: ArrayLike | None,
+    head: ArrayLike,
     transfer: ArrayLike,
 ) -> PipelineTimes:
     """``pipeline_times`` of pipelines with different lists, ``operations[step][dp]``.
 
-    Seconds have shape (steps, dp, stages, micro_batches). All pipelines run the same operations, in different orders;
-    the result has them in the order of the first pipeline.
+    Seconds have shape (steps, dp, stages, micro_batches). All pipelines run the same operations, in different orders
+    and heads on different ranks; the result has them in the order of the first pipeline.
     """
     steps, dp, _, micro_batches = forward.shape
-    delays = np.broadcast_to(transfer, (steps, dp, micro_batches))
+    heads, delays = (np.broadcast_to(seconds, (steps, dp, micro_batches)) for seconds in (head, transfer))
     weights = np.zeros_like(backward) if weight is None else np.broadcast_to(weight, forward.shape)
     lists = {place: operations[place[0]][place[1]] for place in np.ndindex(steps, dp)}
     found = [
-        pipeline_times(of, forward[place], backward[place], weights[place], transfer=delays[place])
+        pipeline_times(of, forward[place], backward[place], weights[place], head=heads[place], transfer=delays[place])
         for place, of in lists.items()
     ]
     tables = [np.lexsort(_waves(of).table) for of in lists.values()]
@@ -141,7 +156,7 @@ def in_dependency_order(operations: RankOperations) -> tuple[Operation, ...]:
     return _waves(operations).in_order
 
 
-_KINDS = FORWARD, BACKWARD, INPUT, WEIGHT
+_KINDS = FORWARD, BACKWARD, INPUT, WEIGHT, HEAD
 
 
 class _Waves(NamedTuple):
@@ -160,40 +175,46 @@ class _Waves(NamedTuple):
 @lru_cache(maxsize=512)
 def _waves(operations: RankOperations) -> _Waves:
     pending = [list(reversed(of_rank)) for of_rank in operations]
-    home = {operation.stage: rank for rank, of_rank in enumerate(operations) for operation in of_rank}
-    row: dict[tuple[int, int, bool] | None, int] = {None: 0}
+    stages = 1 + max(operation.stage for of_rank in operations for operation in of_rank)
+    dealt = any(operation.kind == HEAD for of_rank in operations for operation in of_rank)
+    # The row of each forward and backward, and the rank that ran it; a head is the forward of one more stage.
+    row: dict[tuple[int, int, bool] | None, tuple[int, int]] = {None: (0, -1)}
     last_of_rank = [0] * len(operations)
     in_order: list[Operation] = []
     waiting: list[tuple[int, int, int]] = []
     bounds: list[tuple[int, int]] = []
     while any(pending):
-        inputs = {rank: _input_of(of_rank[-1], len(home)) for rank, of_rank in enumerate(pending) if of_rank}
+        inputs = {rank: _input_of(of_rank[-1], stages, dealt) for rank, of_rank in enumerate(pending) if of_rank}
         ready = [rank for rank, waits_for in inputs.items() if waits_for in row]
         assert ready, "the schedule deadlocks"
         bounds.append((len(in_order), len(in_order) + len(ready)))
         for rank in ready:
             operation, waits_for = pending[rank].pop(), inputs[rank]
-            from_afar = waits_for is not None and home[waits_for[0]] != rank
-            waiting.append((last_of_rank[rank], row[waits_for], 1 + operation.micro_batch if from_afar else 0))
+            place, sender = row[waits_for]
+            from_afar = waits_for is not None and sender != rank
+            waiting.append((last_of_rank[rank], place, 1 + operation.micro_batch if from_afar else 0))
             in_order.append(operation)
             last_of_rank[rank] = len(in_order)
             if operation.kind != WEIGHT:
-                row[operation.stage, operation.micro_batch, operation.kind == FORWARD] = len(in_order)
+                stage = stages if operation.kind == HEAD else operation.stage
+                row[stage, operation.micro_batch, operation.kind in (FORWARD, HEAD)] = len(in_order), rank
     return _Waves(
         tuple(in_order),
         np.array([(stage, micro_batch, _KINDS.index(kind)) for stage, micro_batch, kind in in_order]).T,
-        (len(home), 1 + max(operation.micro_batch for operation in in_order)),
+        (stages, 1 + max(operation.micro_batch for operation in in_order)),
         np.array(waiting).T.copy(),
         tuple(bounds),
         np.array(last_of_rank),
     )
 
 
-def _input_of(operation: Operation, stages: int) -> tuple[int, int, bool] | None:
+def _input_of(operation: Operation, stages: int, dealt: bool) -> tuple[int, int, bool] | None:
     """Stage, micro-batch and whether it is a forward, of the pass that ``operation`` needs; None if it needs none."""
     stage, micro_batch, kind = operation
+    if kind == HEAD:
+        return stages - 1, micro_batch, True
     if kind == FORWARD:
         return (stage - 1, micro_batch, True) if stage else None
     if kind == WEIGHT:
         return stage, micro_batch, False
-    return (stage, micro_batch, True) if stage == stages - 1 else (stage + 1, micro_batch, False)
+    return (stage + dealt, micro_batch, True) if stage == stages - 1 else (stage + 1, micro_batch, False)

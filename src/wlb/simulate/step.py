@@ -166,7 +166,7 @@ class Steps(StepSeconds):
         sent = layout.pp > 1 and "stage transfers" in self.modelled
         transfer = self.costs.job.transfer_seconds(self.shards.tokens.max(axis=3)) if sent else 0.0
         if self.operations:
-            return planned_times(self.operations, forward, backward, self.weights, transfer)
+            return planned_times(self.operations, forward, backward, self.weights, 0.0, transfer)
         return pipeline_times(layout.operations(forward.shape[-1]), forward, backward, transfer=transfer)
 
     @property
