@@ -19,7 +19,7 @@ from wlb.packing.options import METHODS, PackingOptions
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StageRanks
 from wlb.packing.registry import PACKERS
-from wlb.schedules.layout import Layout, Weights
+from wlb.schedules.layout import Head, Layout, Weights
 from wlb.schedules.operations import SCHEDULES
 from wlb.settings import (
     MOST_MICRO_BATCHES,
@@ -176,6 +176,11 @@ class LayoutConfig(Section):
         description="Without a pipeline: kept for the step, or gathered again for each pass (FSDP2's resharding); auto "
         "keeps them if memory allows",
     )
+    head: Head = Field(
+        "auto",
+        description="Output head of a pipeline: on the last stage, or dealt to all ranks by micro-batches; auto "
+        "simulates with preset balanced, and else is last",
+    )
 
     @property
     def layout(self) -> Layout:
@@ -188,7 +193,7 @@ class LayoutConfig(Section):
             raise ValueError(f"virtual_pp = {self.virtual_pp} cannot run schedule = '1f1b'; leave schedule out")
         if self.virtual_pp > 1 and self.pp == 1:
             raise ValueError(f"virtual_pp = {self.virtual_pp} needs pp of at least 2")
-        _ = self.layout  # checks weights
+        _ = self.layout  # checks weights and head
         return self
 
 

@@ -192,8 +192,8 @@ class Job:
 
     @property
     def head_shares(self) -> NDArray[np.float64]:
-        """The share of the output head on each stage, which is on the last; shape (stages,)."""
-        shares: NDArray[np.float64] = np.eye(self.layout.stages)[-1]
+        """The share of the output head on each stage: all on the last, or none if it is dealt; shape (stages,)."""
+        shares: NDArray[np.float64] = np.eye(self.layout.stages)[-1] * (not self.layout.deals_head)
         return shares
 
     def transfer_seconds(self, tokens: ArrayLike) -> Seconds:

@@ -1,7 +1,7 @@
 """The operation lists of the pipelines of a step, from the price of every micro-batch on every stage.
 
 Prices are those of ``wlb.sharding.latency``, divided over stages by their number of blocks; the last stage also has the
-head. They are rounded to whole nanoseconds before any choice, so that all machines choose the same.
+head, unless it is dealt. They are rounded to whole nanoseconds before any choice, so that all machines choose the same.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from wlb.job.memory.layers import head_share, kept_share, kept_tokens, window_to
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
-from wlb.schedules.operations import FORWARD, RankOperations
+from wlb.schedules.operations import BACKWARD, FORWARD, RankOperations
 from wlb.sharding.latency import Priced, over_stages
 from wlb.workload.base import TICKS
 
@@ -56,16 +56,18 @@ def most_in_flight(job: Job) -> int:
     """
     leaves, most = _leaves(job), 0
     for of_rank in job.layout.operations(job.rank_micro_batches):
-        changes = [leaves[one.stage] * (1 if one.kind == FORWARD else -1) for one in of_rank]
+        changes = [leaves[one.stage] * ((one.kind == FORWARD) - (one.kind == BACKWARD)) for one in of_rank]
         most = max(most, max(accumulate(changes)) * job.in_flight_length)
     most += _THOUSANDTHS * window_tokens(job)
     return most + int(_kept(job) * kept_tokens(job, most / _THOUSANDTHS))
 
 
 def _leaves(job: Job) -> list[int]:
-    """Activations of a token in each stage, in thousandths of those of a block; the last stage includes the head."""
-    *others, last = (_THOUSANDTHS * job.stage_blocks).tolist()
-    return [*others, last + round(_THOUSANDTHS * head_share(job))]
+    """Activations of a token in each stage, in thousandths of those of a block, with those of a head on the last."""
+    leaves: list[int] = (
+        np.rint(_THOUSANDTHS * (job.stage_blocks + head_share(job) * job.head_shares)).astype(int).tolist()
+    )
+    return leaves
 
 
 def _kept(job: Job) -> int:
@@ -86,6 +88,7 @@ class PipelineLoads:
             for of_model in (*zip(*priced, strict=True), weights)
         )
         self._weight = np.minimum(weight, self._backward) if job.splits_backward else None
+        self._head = np.rint(TICKS * priced.head.both).astype(np.int64) if job.layout.deals_head else None
         self._transfer = np.rint(TICKS * job.transfer_seconds(longest)).astype(np.int64)
         tokens = np.array([one.tokens for one in micro_batches])
         sliced = np.array([one.segments[0].length if one.is_slice else 0 for one in micro_batches])
@@ -95,7 +98,8 @@ class PipelineLoads:
         """The load of the micro-batches at ``places``, in this order."""
         forward, backward, held = (table[:, places] for table in (self._forward, self._backward, self._held))
         weight = None if self._weight is None else self._weight[:, places]
-        return PipelineLoad(forward, backward, weight, self._transfer[places], held)
+        head = None if self._head is None else self._head[places]
+        return PipelineLoad(forward, backward, weight, self._transfer[places], held, head)
 
 
 def _slices(micro_batches: Sequence[MicroBatch]) -> list[int]:

@@ -254,8 +254,10 @@ def _of_experts(tokens: NDArray[np.int64], costs: Costs, reduced: Callable[..., 
 def over_stages(blocks: Seconds, head: Seconds, shares: Seconds, head_shares: Seconds, inner: int = 0) -> Seconds:
     """Seconds of stages, from those of all blocks and of the head, by the share of each stage.
 
-    The axis of stages comes before that of micro-batches, which ``inner`` axes follow.
+    The axis of stages comes before that of micro-batches, which ``inner`` axes follow. Shares have shape (stages,), or
+    that of the result without ``inner`` axes.
     """
-    shares, head_shares = (share.reshape(-1, *[1] * (1 + inner)) for share in (shares, head_shares))
+    of_stage = (share[..., None] if share.ndim == 1 else share for share in (shares, head_shares))
+    shares, head_shares = (share.reshape(*share.shape, *[1] * inner) for share in of_stage)
     blocks, head = (np.expand_dims(seconds, seconds.ndim - 1 - inner) for seconds in (blocks, head))
     return np.asarray(shares * blocks + head_shares * head)

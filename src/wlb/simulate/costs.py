@@ -53,8 +53,13 @@ class JobCosts:
 
     @cached_property
     def rank_reduction(self) -> NDArray[np.float64]:
-        """Seconds to reduce all gradients of each pipeline rank; shape (pp,)."""
-        return self._by_rank(self.job.stage_blocks * self.block_reduction + self.root_reduction)
+        """Seconds to reduce all gradients of each pipeline rank, and then those of a dealt head; shape (pp,)."""
+        reduction = self._by_rank(self.job.stage_blocks * self.block_reduction + self.root_reduction)
+        if not self.layout.deals_head:
+            return reduction
+        shard = self._matrix * MASTER_BYTES / self.layout.dp_cp
+        link = group_link(self.job.hardware, "all_gather", self.layout.pp, self.layout.tp * self.layout.dp_cp)
+        return reduction + 2 * link.seconds(shard_bytes(shard, self.layout.pp))
 
     @cached_property
     def optimizer(self) -> NDArray[np.float64]:
@@ -76,7 +81,13 @@ class JobCosts:
     def _root_weights(self) -> NDArray[np.float64]:
         """Weights of embedding and output head on one tensor-parallel rank of each stage; shape (stages,)."""
         ends = np.eye(self.layout.stages)
-        return np.asarray((ends[0] + ends[-1]) * (self.job.shape.vocab_size * self.job.shape.hidden / self.layout.tp))
+        heads = ends[: self.layout.pp].sum(axis=0) if self.layout.deals_head else ends[-1]
+        return np.asarray((ends[0] + heads) * self._matrix)
+
+    @property
+    def _matrix(self) -> float:
+        """Weights of the output head on one tensor-parallel rank."""
+        return self.job.shape.vocab_size * self.job.shape.hidden / self.layout.tp
 
     def _of_block(self, bytes_per_weight: int) -> float:
         """Seconds of the collectives of a block; experts are divided over every ep-th GPU of the stage."""

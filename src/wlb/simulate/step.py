@@ -11,13 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
-from wlb.schedules.operations import RankOperations
+from wlb.schedules.operations import HEAD, RankOperations
 from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
 from wlb.sharding.latency import Phases, Priced, Shards, computing_seconds, over_stages
 from wlb.simulate.costs import JobCosts
@@ -126,7 +127,7 @@ class Steps(StepSeconds):
         blocks = Phases(shards.attention_forward + forward, shards.attention_backward + backward)
         return Phases(*map(self._over_stages, blocks, self.head))
 
-    @property
+    @cached_property
     def priced(self) -> Priced:
         """Seconds of context-parallel groups; shape (steps, dp, micro-batches)."""
         computing = self.blocks, self.head
@@ -136,6 +137,14 @@ class Steps(StepSeconds):
     def stages(self) -> Phases:
         stages, layout = Phases(*map(self._over_stages, *self.priced)), self.costs.layout
         return Phases(*(self._in_lock_step(seconds, layout.ep_ranks // layout.pool_size) for seconds in stages))
+
+    @property
+    def heads(self) -> Array:
+        """Seconds of dealt heads, forward and backward, outside ``stages``; shape (steps, dp, micro-batches)."""
+        seconds = self.priced.head.both
+        if not self.costs.layout.deals_head or "stages" not in self.modelled:
+            return np.zeros(seconds.shape)
+        return seconds if "micro-batches" in self.modelled else _mean_of_step(seconds)
 
     @property
     def weights(self) -> Array | None:
@@ -166,15 +175,17 @@ class Steps(StepSeconds):
         sent = layout.pp > 1 and "stage transfers" in self.modelled
         transfer = self.costs.job.transfer_seconds(self.shards.tokens.max(axis=3)) if sent else 0.0
         if self.operations:
-            return planned_times(self.operations, forward, backward, self.weights, 0.0, transfer)
-        return pipeline_times(layout.operations(forward.shape[-1]), forward, backward, transfer=transfer)
+            return planned_times(self.operations, forward, backward, self.weights, self.heads, transfer)
+        named = layout.operations(forward.shape[-1])
+        return pipeline_times(named, forward, backward, head=self.heads, transfer=transfer)
 
     @property
     def ends(self) -> Array:
         if "bubbles" in self.modelled:
             return self.pipelines.rank_ends
-        busy = self.stages.both[:, 0]  # of one pipeline; all are the same
-        return np.asarray(busy.sum(axis=(1, 2))[None, :, None] / self.costs.layout.pp)
+        # Of one pipeline; all are the same.
+        busy = self.stages.both[:, 0].sum(axis=(1, 2)) + self.heads[:, 0].sum(axis=1)
+        return np.asarray(busy[None, :, None] / self.costs.layout.pp)
 
     @property
     def balanced_seconds(self) -> Array:
@@ -240,7 +251,20 @@ class Steps(StepSeconds):
         shares, head_shares = job.stage_shares, job.head_shares
         if "stages" not in self.modelled:
             shares = head_shares = np.full(len(shares), 1 / len(shares))
+        elif inner and self.costs.layout.deals_head:
+            head_shares = self._head_places
         return over_stages(blocks, head, shares, head_shares, inner)
+
+    @cached_property
+    def _head_places(self) -> Array:
+        """1 for the stage of the rank that runs the head of a micro-batch; shape (steps, dp, stages, micro-batches)."""
+        steps, dp, micro_batches = self.shards.parts.shape
+        places, named = np.zeros((steps, dp, self.costs.layout.stages, micro_batches)), self.operations
+        for step, pipeline in np.ndindex(steps, dp):
+            lists = named[step][pipeline] if named else self.costs.layout.operations(micro_batches)
+            for one in chain(*lists):
+                places[step, pipeline, one.stage, one.micro_batch] += one.kind == HEAD
+        return places
 
 
 def slowest_over_mean(seconds: Array, axes: tuple[int, ...]) -> Array:

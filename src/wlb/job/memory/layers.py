@@ -196,8 +196,10 @@ class LayerMemory:
         weights = matrix // self.job.layout.tp
         return Unit(weights, matrix, 0, self.gathered, matrix * self.compute, root=True)
 
-    def head(self) -> Unit:
-        """Final norm, scores, and the loss, which keeps the scores and writes their gradient over them chunk by chunk.
+    def head(self, stage: int = 0) -> Unit:
+        """The head on ``stage``: final norm, scores, and the loss.
+
+        The loss keeps the scores and writes their gradient over them chunk by chunk.
 
         If the vocabulary is split, the loss is composed of operators (``loss_parallel`` of DTensor, torch 2.13): it
         keeps log-probabilities, and needs two gradients and a temporary beside them.
@@ -214,7 +216,7 @@ class LayerMemory:
             kept, loss = scores * self.master + pipelined, 2 * scores * self.master
             losing, gradient = 3 * scores * self.master, scores * self.compute
         held = self.norm + self.gathered + kept
-        tied = self.job.tied_embeddings and layout.stages == 1
+        tied = self.job.tied_embeddings and stage == 0
         backward = max(losing, gradient + matrix * self.compute)
         weights = (0 if tied else matrix) + shape.hidden
         return Unit(weights, weights, held, held + loss, backward, scores=kept, root=True)

@@ -11,14 +11,14 @@ micro-batches are in flight, and of which lengths, follows from the walk.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import repeat
 from typing import Any, NamedTuple
 
 from wlb.job.job import Job
 from wlb.job.memory.layers import Exchange, LayerMemory, Unit, master_bytes
 from wlb.schedules.layout import split_layers
-from wlb.schedules.operations import FORWARD, Operation
+from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, Operation
 
 BATCH_BYTES = 3 * 8  # tokens, labels and positions in int64
 _StageState = tuple[frozenset[int], frozenset[int]]  # units with gathered weights, and units with gradients
@@ -123,7 +123,8 @@ class _Walk:
         self.job, self.rank, self.batches = job, rank, batches
         self.blocks = split_layers(job.shape, job.layout)
         last = len(self.blocks) - 1
-        kinds = [(n == 0, n == last, *map(job.shape.block_kind, layers)) for n, layers in enumerate(self.blocks)]
+        self.heads = range(job.layout.pp) if job.layout.deals_head else range(last, last + 1)  # stages with the head
+        kinds = [(n == 0, n in self.heads, *map(job.shape.block_kind, of)) for n, of in enumerate(self.blocks)]
         self.like = [kinds.index(kind) for kind in kinds]  # the first stage like each
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
         layout = job.layout
@@ -155,7 +156,7 @@ class _Walk:
                 self._gather(index, unit)
             self.states[stage] = frozenset(self.gathered), frozenset()
         for stage, micro_batch, kind in operations:
-            one = self._pass(stage, micro_batch, backward=kind != FORWARD)
+            one = self._pass(stage, micro_batch, kind)
             if self.total + one.most_total > self.most_total:
                 self.most, self.most_total = _sum(self.held, one.most), self.total + one.most_total
             self.held, self.total = _sum(self.held, one.held), self.total + one.total
@@ -164,14 +165,14 @@ class _Walk:
         self._note(working=shard)  # of the optimizer
         return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})
 
-    def _pass(self, stage: int, micro_batch: int, *, backward: bool) -> _WalkedPass:
+    def _pass(self, stage: int, micro_batch: int, kind: str) -> _WalkedPass:
         last, like = micro_batch == len(self.batches) - 1, self.like[stage]
-        key = (like, self.batches[micro_batch], backward, backward and last, self.states[stage])
+        key = (like, self.batches[micro_batch], kind, kind == BACKWARD and last, self.states[stage])
         if key not in self.passes:
             so_far = self.held, self.total, self.most, self.most_total
             self.held, self.total, self.most, self.most_total = {}, 0, {}, -math.inf
             self.gathered, self.with_gradients = map(set, self.states[stage])
-            (self._backward if backward else self._forward)(like, micro_batch)
+            {FORWARD: self._forward, BACKWARD: self._backward, HEAD: self._head}[kind](like, micro_batch)
             left = frozenset(self.gathered), frozenset(self.with_gradients)
             self.passes[key] = _WalkedPass(self.most_total, self.most, self.total, self.held, left)
             self.held, self.total, self.most, self.most_total = so_far
@@ -188,7 +189,9 @@ class _Walk:
 
     def _units(self, stage: int, layers: LayerMemory) -> list[Unit]:
         first = [layers.embedding()] if stage == 0 else []
-        last = [layers.head()] if stage == len(self.blocks) - 1 else []
+        last = [layers.head(stage)] if stage in self.heads else []
+        if self.job.layout.deals_head:  # run by operations of its own, which hold nothing for later
+            last = [replace(head, held=0, forward=0, backward=0, scores=0) for head in last]
         return [*first, *layers.blocks(self.blocks[stage]), *last]
 
     def _forward(self, stage: int, micro_batch: int) -> None:
@@ -223,6 +226,13 @@ class _Walk:
             for index, unit in enumerate(units):
                 if index in self.with_gradients:
                     self._reduce(index, unit)
+
+    def _head(self, stage: int, micro_batch: int) -> None:
+        """Output head and loss of a micro-batch, from its stream to the gradient of that."""
+        layers = LayerMemory(self.job, *self.batches[micro_batch])
+        unit = layers.head(stage)
+        self._note(working=2 * layers.stream + max(unit.forward, unit.held + unit.backward))
+        self._add_gradients(len(self._ends_and_units(stage, micro_batch)[1]) - 1, unit)
 
     def _hold(self, unit: Unit, sign: int) -> None:
         self._add("activations", sign * (unit.held - unit.scores - unit.received))
