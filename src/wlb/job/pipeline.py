@@ -6,20 +6,18 @@ head, unless it is dealt. They are rounded to whole nanoseconds before any choic
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 
 from wlb.job.job import Job, with_seconds
-from wlb.job.memory.layers import head_share, kept_share, kept_tokens, window_tokens
+from wlb.job.memory.fit import most_in_flight
+from wlb.job.memory.layers import held_of_slices, held_of_stages
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
-from wlb.schedules.operations import BACKWARD, FORWARD, RankOperations
+from wlb.schedules.operations import RankOperations
 from wlb.sharding.latency import Priced, over_stages
 from wlb.workload.base import TICKS
-
-_THOUSANDTHS = 1000
 
 
 def with_operations(job: Job, plan: StepPlan, pipeline: int | None = None) -> StepPlan:
@@ -38,41 +36,13 @@ def with_operations(job: Job, plan: StepPlan, pipeline: int | None = None) -> St
         packing = job.packing
         plan = arrange(plan, job.layout.pools, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
     places = {id(micro_batch): place for place, micro_batch in enumerate(priced)}
-    limits = [most_in_flight(job)] * job.layout.pp
+    limits = most_in_flight(job)
     operations: list[RankOperations] = []
     for number, rank in enumerate(plan.ranks):
         mine = pipeline in (None, number)
         load = loads.of([places[id(micro_batch)] for micro_batch in rank]) if mine else None
         operations.append(() if load is None else critical_path_lists(load, _slices(rank), job.layout.pp, limits))
     return replace(plan, operations=tuple(operations))
-
-
-def most_in_flight(job: Job) -> int:
-    """Memory that each pipeline rank may hold at once, in thousandths of the activations of a token in a block.
-
-    The limit is the memory of the fullest rank in the named schedule, with micro-batches of ``job.in_flight_length``
-    tokens; plus a document of a context window, because all its slices are held at once, and lists without slices need
-    that room to be no slower than the named schedule; plus the keys and values kept of slices.
-    """
-    leaves, most = _leaves(job), 0
-    for of_rank in job.layout.operations(job.rank_micro_batches):
-        changes = [leaves[one.stage] * ((one.kind == FORWARD) - (one.kind == BACKWARD)) for one in of_rank]
-        most = max(most, max(accumulate(changes)) * job.in_flight_length)
-    most += _THOUSANDTHS * window_tokens(job)
-    return most + int(_kept(job) * kept_tokens(job, most / _THOUSANDTHS))
-
-
-def _leaves(job: Job) -> list[int]:
-    """Activations of a token in each stage, in thousandths of those of a block, with those of a head on the last."""
-    leaves: list[int] = (
-        np.rint(_THOUSANDTHS * (job.stage_blocks + head_share(job) * job.head_shares)).astype(int).tolist()
-    )
-    return leaves
-
-
-def _kept(job: Job) -> int:
-    """Keys and values kept of a token in a slice, in thousandths of its other activations in a block."""
-    return round(_THOUSANDTHS * kept_share(job))
 
 
 class PipelineLoads:
@@ -92,7 +62,7 @@ class PipelineLoads:
         self._transfer = np.rint(TICKS * job.transfer_seconds(longest)).astype(np.int64)
         tokens = np.array([one.tokens for one in micro_batches])
         sliced = np.array([one.segments[0].length if one.is_slice else 0 for one in micro_batches])
-        self._held = np.outer(_leaves(job), tokens) + np.outer(job.stage_blocks, _kept(job) * sliced)
+        self._held = np.outer(held_of_stages(job), tokens) + np.outer(job.stage_blocks, held_of_slices(job) * sliced)
 
     def of(self, places: Sequence[int]) -> PipelineLoad:
         """The load of the micro-batches at ``places``, in this order."""

@@ -6,13 +6,15 @@ rows at a time, so that memory holds only the scores and their gradient, in the 
 over which the trainer writes the gradient.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # DCP's
 
 from wlb.runtime.collectives import warn
 
@@ -32,52 +34,71 @@ def packed_loss(
     """
     if loss_tokens == 0:
         warn(NO_LABELS)
-    chunk = len(labels) if isinstance(logits, DTensor) else None  # whole, as ``wlb.job.memory`` predicts
-    return token_losses(logits, labels, chunk=chunk, overwrite=overwrite).sum() * averaged_over / max(loss_tokens, 1)
+    return token_losses(logits, labels, overwrite=overwrite).sum() * averaged_over / max(loss_tokens, 1)
 
 
-def token_losses(scores_TV: Tensor, labels_T: Tensor, *, chunk: int | None = None, overwrite: bool = False) -> Tensor:
+def token_losses(scores_TV: Tensor, labels_T: Tensor, *, chunk: int = CHUNK_ROWS, overwrite: bool = False) -> Tensor:
     """Cross entropy of each row (T,), in float32 or better; zero for the label -100.
 
     ``scores_TV`` has any floating type, ``labels_T`` is int64. At most ``chunk`` rows are in the wide type at a time.
     With ``overwrite`` the backward leaves the gradient in ``scores_TV``, which nobody may read later. Scores that
-    tensor-parallel ranks split by vocabulary are a ``DTensor``, under ``loss_parallel``. Fails for labels out of range.
+    tensor-parallel ranks split by vocabulary are a ``DTensor``; all ranks get the losses (Megatron-LM, arXiv
+    1909.08053, section 3). Fails for labels out of range.
     """
-    chunk = chunk or CHUNK_ROWS
+    part = _Part(None, 0)
     if isinstance(scores_TV, DTensor):
-        wide, parts = torch.promote_types(scores_TV.dtype, torch.float32), scores_TV.split(chunk)
-        pairs: Any = zip(parts, labels_T.split(chunk), strict=True)
-        ignored: dict[str, Any] = {"ignore_index": IGNORE_LABEL, "reduction": "none"}
-        split: list[Any] = [F.cross_entropy(part.to(wide), labels, **ignored) for part, labels in pairs]
-        return torch.cat([losses.to_local() for losses in split])
-    losses_T: Tensor = _CrossEntropy.apply(scores_TV, labels_T, chunk, overwrite)
+        mesh, placements = scores_TV.device_mesh, scores_TV.placements
+        if not placements[0].is_replicate():
+            _, (_, start) = compute_local_shape_and_global_offset(scores_TV.shape, mesh, placements)
+            part = _Part(mesh.get_group(), start, mesh.get_local_rank() == 0, mesh.get_local_rank() == mesh.size() - 1)
+        scores_TV = scores_TV.to_local()
+    losses_T: Tensor = _CrossEntropy.apply(scores_TV, labels_T, chunk, overwrite, part)
     return losses_T
+
+
+class _Part(NamedTuple):
+    """The words of this rank begin at ``start``; ``group`` has the ranks with the others, the ``first`` to the last."""
+
+    group: dist.ProcessGroup | None
+    start: int
+    is_first: bool = True
+    is_last: bool = True
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores_TV: Tensor, labels_T: Tensor, chunk: int, overwrite: bool) -> Tensor:
-        labelled_T = labels_T != IGNORE_LABEL
-        target_T = labels_T.where(labelled_T, 0)
+    def forward(ctx: Any, scores_TV: Tensor, labels_T: Tensor, chunk: int, overwrite: bool, part: _Part) -> Tensor:
+        labelled_T, target_T = labels_T != IGNORE_LABEL, labels_T - part.start
+        mine_T = labelled_T.clone()  # also labels that are out of range, so that the index below is
+        if not part.is_first:
+            mine_T &= target_T >= 0
+        if not part.is_last:
+            mine_T &= target_T < scores_TV.shape[1]
+        target_T = target_T.where(mine_T, 0)
         wide = torch.promote_types(scores_TV.dtype, torch.float32)
         log_sums_T = scores_TV.new_empty(len(labels_T), dtype=wide)
         for log_sums, scores in zip(log_sums_T.split(chunk), scores_TV.split(chunk), strict=True):
             log_sums.copy_(scores.to(wide).logsumexp(dim=-1))
         scores_of_target_T = scores_TV.gather(-1, target_T[:, None])[:, 0].to(wide)  # fails for labels out of range
-        ctx.save_for_backward(scores_TV, target_T, labelled_T, log_sums_T)
+        if part.group is not None:
+            most_T = all_reduce(log_sums_T, "max", part.group)
+            own_2T = torch.stack([(log_sums_T - most_T).exp(), scores_of_target_T.where(mine_T, 0.0)])
+            sums_T, scores_of_target_T = all_reduce(own_2T, "sum", part.group)
+            log_sums_T = most_T + sums_T.log()
+        ctx.save_for_backward(scores_TV, target_T, labelled_T, mine_T, log_sums_T)
         ctx.chunk, ctx.overwrite = chunk, overwrite
         return (log_sums_T - scores_of_target_T).where(labelled_T, 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None]:
-        scores_TV, target_T, labelled_T, log_sums_T = ctx.saved_tensors
-        of_rows = target_T, grad_T * labelled_T, log_sums_T
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None, None, None]:
+        scores_TV, target_T, labelled_T, mine_T, log_sums_T = ctx.saved_tensors
+        of_rows = target_T, mine_T.to(log_sums_T.dtype), grad_T * labelled_T, log_sums_T
         grad_TV = scores_TV.detach() if ctx.overwrite else torch.empty_like(scores_TV)
         chunks = zip(*(x.split(ctx.chunk) for x in (grad_TV, scores_TV, *of_rows)), strict=True)
-        for grad_scores, scores, target, grad, log_sums in chunks:
+        for grad_scores, scores, target, mine, grad, log_sums in chunks:
             shares = scores.to(log_sums.dtype, copy=True).sub_(log_sums[:, None]).exp_()
-            shares[torch.arange(len(target), device=target.device), target] -= 1.0  # scatter_ is not deterministic
+            shares[torch.arange(len(target), device=target.device), target] -= mine  # scatter_ is not deterministic
             grad_scores.copy_(shares.mul_(grad[:, None]))
             del shares  # otherwise memory would hold two chunks
-        return grad_TV, None, None, None
+        return grad_TV, None, None, None, None

@@ -105,6 +105,8 @@ class PlannedStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
         self._weight_gradients.begin(bwd_chunk_id in self._in_two)
+        if loss is not None:  # the scores would stay to the end of the backward
+            self.fwd_cache[bwd_chunk_id] = (), self.fwd_cache[bwd_chunk_id][1]
         with self._measuring("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:

@@ -8,8 +8,8 @@ A forward may run only if the rank can hold its activations, and only if every d
 its forwards once the documents before it have gone backward (the banker's rule). So ranks cannot deadlock waiting for
 memory. All seconds are whole ticks, so that every machine makes the same lists.
 
-A dealt output head runs forward and backward at once, on any rank. Ranks with less work in their blocks get more of it,
-so that all have the same, and each gets its part in even intervals.
+A dealt output head runs forward and backward at once. Ranks with less work in their blocks get more of it, so that all
+have the same, and each gets its part in even intervals.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation, RankOperations
+from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation, RankOperations, head_ranks
 
 Ticks = NDArray[np.int64]
 
@@ -207,18 +207,19 @@ def _dealt(heads: Sequence[int], of_stages: Ticks, pp: int) -> list[int]:
 
     ``heads`` are the ticks of each head, ``of_stages`` those of the blocks of each stage, shape (stages,).
     """
-    work = [int(of_stages[rank::pp].sum()) for rank in range(pp)]
+    work = [int(of_stages[rank::pp].sum()) for rank in head_ranks(pp)]
     total, falling = sum(heads), sorted(work, reverse=True)
     while len(falling) * falling[0] - sum(falling) > total:  # this rank has more work than all will have
         del falling[0]
     parts, level = len(falling), sum(falling) + total
     due = [max(0, level - parts * mine) for mine in work]  # of all heads, times ``parts``
-    given, done, ranks = [0] * pp, 0, []
+    given, done, places = [0] * len(due), 0, []
     for head in heads:
         done += head
-        ranks.append(max(range(pp), key=lambda rank: (due[rank] * done - given[rank] * parts * total, -given[rank])))
-        given[ranks[-1]] += max(1, head)
-    return ranks
+        behind = [(of_rank * done - had * parts * total, -had) for of_rank, had in zip(due, given, strict=True)]
+        places.append(behind.index(max(behind)))
+        given[places[-1]] += max(1, head)
+    return [head_ranks(pp)[place] for place in places]
 
 
 def _tails(load: PipelineLoad, back: Sequence[int]) -> tuple[list[list[int]], list[list[int]], list[int]]:

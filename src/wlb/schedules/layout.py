@@ -8,7 +8,7 @@ from typing import Literal
 
 from wlb.errors import UserError
 from wlb.schedules.critical_path import dealt_head_lists
-from wlb.schedules.operations import RankOperations, rank_operations
+from wlb.schedules.operations import RankOperations, head_ranks, rank_operations
 from wlb.settings import MOST_RANKS
 from wlb.workload.shapes import ModelShape
 from wlb.workload.weights import mean_block_weights
@@ -25,9 +25,11 @@ class Layout:
     experts of every block are divided over ``ep`` GPUs of a stage, next to each other.
     ``stage_blocks`` is the number of blocks of each stage; None deals them by weight (``split_layers``). Without a
     pipeline, ``weights`` are kept until the step ends (FSDP2 without resharding, DDP or Megatron with a sharded
-    optimizer), or gathered again for every pass (FSDP2's default); "auto" keeps them where memory allows.
-    Raises ``UserError`` for a size below 1, a pool that does not divide dp x cp, and for weights that a pipeline would
-    gather again.
+    optimizer), or gathered again for every pass (FSDP2's default); "auto" keeps them where memory allows. The
+    output ``head`` of a pipeline is on the last stage, or dealt: on the ``head_ranks``, each for some micro-batches.
+
+    Raises ``UserError`` for a size below 1, a pool that does not divide dp x cp, for weights that a pipeline would
+    gather again, and for a head dealt without a pipeline.
     """
 
     tp: int = 1
@@ -98,8 +100,13 @@ class Layout:
 
     @property
     def deals_head(self) -> bool:
-        """Whether every pipeline rank has the output head."""
+        """Whether several pipeline ranks have the output head, and not only the last stage."""
         return self.head == "dealt"
+
+    @property
+    def head_stages(self) -> list[int]:
+        """The stages with the output head: the last, or the first of each rank that has it."""
+        return [*head_ranks(self.pp)] if self.deals_head else [self.stages - 1]
 
     @property
     def keeps_weights(self) -> bool:

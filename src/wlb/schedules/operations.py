@@ -15,7 +15,7 @@ from wlb.errors import UserError, choose_from
 # a backward: the gradient of the input of the stage, and the gradients of its weights, which may be computed later.
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 # Output head and loss, forward and backward, between the forward and the backward of the last stage. Only where the
-# head is dealt: every rank has one, and runs it for some micro-batches, as an operation of the first of its stages.
+# head is dealt: the ``head_ranks`` run it for some micro-batches each, as an operation of the first of their stages.
 HEAD = "H"
 
 
@@ -28,6 +28,12 @@ class Operation(NamedTuple):
 
 
 RankOperations = tuple[tuple[Operation, ...], ...]
+
+
+def head_ranks(pp: int) -> range:
+    """The ranks with a dealt head: both of two, and of more all but the first, which has the embedding."""
+    return range(pp > 2, pp)
+
 
 # "planned": each step brings its own lists; 1F1B, or interleaved 1F1B, then only bounds memory. "auto": planned if the
 # packer plans lists.

@@ -58,8 +58,9 @@ class JobCosts:
         if not self.layout.deals_head:
             return reduction
         shard = self._matrix * MASTER_BYTES / self.layout.dp_cp
-        link = group_link(self.job.hardware, "all_gather", self.layout.pp, self.layout.tp * self.layout.dp_cp)
-        return reduction + 2 * link.seconds(shard_bytes(shard, self.layout.pp))
+        ranks = len(self.layout.head_stages)
+        link = group_link(self.job.hardware, "all_gather", ranks, self.layout.tp * self.layout.dp_cp)
+        return reduction + 2 * link.seconds(shard_bytes(shard, ranks))
 
     @cached_property
     def optimizer(self) -> NDArray[np.float64]:
@@ -81,8 +82,7 @@ class JobCosts:
     def _root_weights(self) -> NDArray[np.float64]:
         """Weights of embedding and output head on one tensor-parallel rank of each stage; shape (stages,)."""
         ends = np.eye(self.layout.stages)
-        heads = ends[: self.layout.pp].sum(axis=0) if self.layout.deals_head else ends[-1]
-        return np.asarray((ends[0] + heads) * self._matrix)
+        return np.asarray((ends[0] + ends[self.layout.head_stages].sum(axis=0)) * self._matrix)
 
     @property
     def _matrix(self) -> float:

@@ -7,11 +7,30 @@ as the documents of a global batch fill.
 import math
 from bisect import bisect_left
 from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
 
 from wlb.job.job import Job
-from wlb.job.memory.layers import held_of_token, kept_share, kept_tokens, window_tokens
-from wlb.job.memory.walk import BATCH_BYTES, MemoryEstimate, gib, largest_share, predict_memory, rank_memories
-from wlb.schedules.operations import round_size
+from wlb.job.memory.layers import (
+    THOUSANDTHS,
+    held_of_slices,
+    held_of_stages,
+    held_of_token,
+    kept_share,
+    kept_tokens,
+    window_tokens,
+)
+from wlb.job.memory.walk import (
+    BATCH_BYTES,
+    MemoryEstimate,
+    gib,
+    largest_share,
+    like_ranks,
+    predict_memory,
+    rank_memories,
+)
+from wlb.schedules.operations import BACKWARD, FORWARD, round_size
 
 HELD = ("activations", "received keys and values", "scores")  # held from forward to backward
 _EVEN_ROUNDS = 4  # of pp micro-batches: fill the pipeline, allocate all gradients, one more, drain it
@@ -23,10 +42,11 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     """The peak memory of a process in the worst step; or the first peak over ``limit`` bytes, if any.
 
     A full pipeline of equal micro-batches holds the same in every round, except for token ids, so only the first rounds
-    are walked through.
+    are walked through. Planned lists hold as much as memory allows (``most_in_flight``).
     """
     if job.plans_operations:
-        return _planned_memory(job, limit)
+        estimates = (planned.within(job.memory_limit.number_of_bytes) for planned in _planned(job))
+        return max(estimates, key=lambda estimate: estimate.total)
     longest, rest = job.max_tokens, job.most_step_tokens
     count = _EVEN_MICRO_BATCHES if job.levels_steps else job.rank_micro_batches
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
@@ -41,40 +61,81 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     return predict_memory(job, tokens, limit)
 
 
-def _planned_memory(job: Job, limit: float) -> MemoryEstimate:
-    """Memory with planned lists, in which ranks hold as much as in the named schedule (``wlb.job.pipeline``).
+def most_in_flight(job: Job) -> list[int]:
+    """Memory that each pipeline rank may hold at once, in thousandths of the activations of a token in a block.
 
-    That is micro-batches of ``job.in_flight_length`` and a document of a context window beside them; or all
+    The limit is the memory of the fullest rank in the named schedule, with micro-batches of ``job.in_flight_length``
+    tokens; plus a document of a context window, because all its slices are held at once, and lists without slices need
+    that room to be no slower than the named schedule; plus the keys and values kept of slices. Or what memory allows,
+    if that is less.
+    """
+    leaves, most = held_of_stages(job), 0
+    for of_rank in job.layout.operations(job.rank_micro_batches):
+        changes = [leaves[one.stage] * ((one.kind == FORWARD) - (one.kind == BACKWARD)) for one in of_rank]
+        most = max(most, max(accumulate(changes)) * job.in_flight_length)
+    most += THOUSANDTHS * window_tokens(job)
+    most += int(held_of_slices(job) * kept_tokens(job, most / THOUSANDTHS))
+    token, limit = held_of_token(job), job.memory_limit.number_of_bytes
+    rooms = ((planned.static.pipeline_rank, planned.room(limit)) for planned in _planned(job))
+    limits = {rank: most if room is None else min(most, int(THOUSANDTHS * room / token)) for rank, room in rooms}
+    return [limits[rank] for rank in like_ranks(job)]
+
+
+class _Planned(NamedTuple):
+    """Memory with planned lists: ``static``, and what forwards hold, at ``least`` and at ``most``."""
+
+    static: MemoryEstimate
+    least: dict[str, int]
+    most: dict[str, int]
+
+    @property
+    def in_full(self) -> int:
+        return self.static.total + sum(self.most.values())
+
+    def room(self, limit: float) -> int | None:
+        """Bytes that forwards may hold, if they may not hold their most within ``limit`` bytes; at least ``least``."""
+        return None if self.in_full <= limit else max(sum(self.least.values()), int(limit) - self.static.total)
+
+    def within(self, limit: float) -> MemoryEstimate:
+        """The peak memory if lists keep within ``limit`` bytes as far as they can."""
+        room = self.room(limit)
+        parts = [self.static.parts, self.most if room is None else {"activations": room}]
+        return replace(self.static, parts={name: sum(of.get(name, 0) for of in parts) for of in parts for name in of})
+
+
+@lru_cache(maxsize=4096)
+def _planned(job: Job) -> tuple[_Planned, ...]:
+    """The memory of each of the ``unlike_ranks``.
+
+    Ranks hold at most as much as the fullest in the named schedule, and at least the micro-batches of one document.
+
+    The most are micro-batches of ``job.in_flight_length`` and a document of a context window beside them; or all
     micro-batches with slices of one document, if they hold more. The longest micro-batch needs more while it runs, and
     keys and values are kept of slices.
     """
     count, usual = job.rank_micro_batches, largest_share(job, job.in_flight_length)
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
-    ranks = rank_memories(job, [usual] * walked, limit)
-    if ranks[-1].total > limit:
-        return ranks[-1]
-    static = max(ranks, key=lambda rank: rank.total - _held(rank.parts))
-    held, kept = _and_kept(job, ranks, in_flight=True)
-    if job.slices_documents:
-        alone = rank_memories(job, [largest_share(job, job.sliced_length)])
-        held, kept = max((held, kept), _and_kept(job, alone, in_flight=False), key=lambda one: _held(one[0]) + one[1])
-    parts = static.parts | {name: held[name] for name in HELD if name in held}
-    longest, short = (predict_memory(job, [tokens]) for tokens in (job.max_tokens, job.in_flight_length))
-    for name, value in longest.parts.items():
-        parts[name] = parts.get(name, 0) + max(0, value - short.parts.get(name, 0))
-    return replace(static, parts=parts | {"kept keys and values": kept})
+    ranks = rank_memories(job, [usual] * walked)
+    one = job.sliced_length if job.slices_documents else job.max_tokens
+    least = [_held(job, [rank], in_flight=False) for rank in rank_memories(job, [largest_share(job, one)])]
+    most = max([_held(job, ranks, in_flight=True), *least], key=lambda parts: sum(parts.values()))
+    longest, short = (predict_memory(job, [tokens]).parts for tokens in (job.max_tokens, job.in_flight_length))
+    more = {name: max(0, value - short.get(name, 0)) for name, value in longest.items()}
+    planned = []
+    for rank, alone in zip(ranks, least, strict=True):
+        static = {name: value for name, value in rank.parts.items() if name not in HELD}
+        parts = {name: static.get(name, 0) + more.get(name, 0) for name in static | more}
+        planned.append(_Planned(replace(rank, parts=parts), alone, most))
+    return tuple(planned)
 
 
-def _and_kept(job: Job, ranks: list[MemoryEstimate], *, in_flight: bool) -> tuple[dict[str, int], int]:
-    """The parts of the fullest rank, and the keys and values kept of a document or of everything in flight."""
-    held = max(ranks, key=lambda rank: _held(rank.parts)).parts.copy()
+def _held(job: Job, ranks: list[MemoryEstimate], *, in_flight: bool) -> dict[str, int]:
+    """What forwards hold on the fullest rank, with keys and values kept of a document or of everything in flight."""
+    held = max(({name: rank.parts.get(name, 0) for name in HELD} for rank in ranks), key=lambda of: sum(of.values()))
     token = held_of_token(job)
-    held["activations"] = held.get("activations", 0) + in_flight * int(token * window_tokens(job))
-    return held, int(kept_share(job) * token * kept_tokens(job, in_flight * _held(held) / token))
-
-
-def _held(parts: dict[str, int]) -> int:
-    return sum(parts.get(name, 0) for name in HELD)
+    held["activations"] += in_flight * int(token * window_tokens(job))
+    tokens = kept_tokens(job, in_flight * sum(held.values()) / token)
+    return held | {"kept keys and values": int(kept_share(job) * token * tokens)}
 
 
 def fits(job: Job) -> bool:
@@ -86,6 +147,8 @@ def fits(job: Job) -> bool:
 def largest_factor(job: Job) -> float | None:
     """The largest L_max that fits into memory, in context windows; None if not even the smallest does.
 
+    Planned lists hold their most, so where the smallest L_max does not fit, the job may still fit with lists that hold
+    less.
     A multiple of 1/64 window; if the tokens of a step are bounded, one of 64 values from the smallest to the largest.
     """
     most = job.packing.largest_auto_factor(job.step_micro_batches, job.global_batch)
@@ -95,8 +158,14 @@ def largest_factor(job: Job) -> float | None:
         least = job.least_length_factor
         steps = _FACTORS * (job.layout.pool_size if job.levels_steps else 1)  # steps of the share of a rank
         factors = [least + (most - least) * count / steps for count in range(steps + 1)]
-    fitting = bisect_left(factors, True, key=lambda factor: not fits(job.with_length_factor(factor)))
+    fitting = bisect_left(factors, True, key=lambda factor: not _fits_in_full(job.with_length_factor(factor)))
     return factors[fitting - 1] if fitting else None
+
+
+def _fits_in_full(job: Job) -> bool:
+    """``fits``, and planned lists may hold their most."""
+    limit = job.memory_limit.number_of_bytes
+    return all(planned.in_full <= limit for planned in _planned(job)) if job.plans_operations else fits(job)
 
 
 def too_large(job: Job, *, resumes: bool = False) -> str | None:

@@ -9,15 +9,19 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from wlb.job.job import Job
 from wlb.workload.costs import MASTER_BYTES
 from wlb.workload.shapes import DENSE, BlockKind
 from wlb.workload.weights import block_weights, expert_weights, feed_forward_width, routed_layers
 
-# wlb.runtime.loss converts this many rows of scores to a wide type at a time, and keeps a label and a sum for each row.
-_CHUNK_ROWS, _ROW_BYTES = 1024, 13
+# wlb.runtime.loss converts this many rows of scores to a wide type at a time, and keeps a label, a sum and two marks of
+# each row.
+_CHUNK_ROWS, _ROW_BYTES = 1024, 14
 _INDEX_BYTES = 8
 _ROWS = 1024  # of a micro-batch from which shares are computed
+THOUSANDTHS = 1000
 _SLICED = 1 / 3  # largest share of tokens in flight that are in slices
 
 
@@ -199,26 +203,17 @@ class LayerMemory:
     def head(self, stage: int = 0) -> Unit:
         """The head on ``stage``: final norm, scores, and the loss.
 
-        The loss keeps the scores and writes their gradient over them chunk by chunk.
-
-        If the vocabulary is split, the loss is composed of operators (``loss_parallel`` of DTensor, torch 2.13): it
-        keeps log-probabilities, and needs two gradients and a temporary beside them.
+        The loss keeps the scores and writes their gradient over them, a chunk at a time in a wide type. Gathered tokens
+        come whole to every tensor-parallel rank, which has its part of the vocabulary.
         """
         shape, layout = self.job.shape, self.job.layout
-        scores = self.rows * shape.vocab_size // layout.tp
-        matrix = shape.vocab_size * shape.hidden // layout.tp
-        if layout.tp == 1:
-            chunk = min(self.rows, _CHUNK_ROWS) * shape.vocab_size * self.master
-            kept, loss = scores * self.compute + _ROW_BYTES * self.rows, chunk if self.compute < self.master else 0
-            losing, gradient = chunk, 0
-        else:
-            pipelined = scores * self.compute if layout.pp > 1 else 0  # the stage keeps its output
-            kept, loss = scores * self.master + pipelined, 2 * scores * self.master
-            losing, gradient = 3 * scores * self.master, scores * self.compute
+        words = -(-shape.vocab_size // layout.tp)
+        matrix, kept = words * shape.hidden, self.rows * (words * self.compute + _ROW_BYTES)
+        chunk = min(self.rows, _CHUNK_ROWS) * words * self.master
+        loss = chunk if self.compute < self.master else 0
         held = self.norm + self.gathered + kept
-        tied = self.job.tied_embeddings and stage == 0
-        backward = max(losing, gradient + matrix * self.compute)
-        weights = (0 if tied else matrix) + shape.hidden
+        backward = max(chunk, matrix * self.compute + self.partial_sums)
+        weights = (0 if self.job.tied_embeddings and stage == 0 else matrix) + shape.hidden
         return Unit(weights, weights, held, held + loss, backward, scores=kept, root=True)
 
     def ends(self) -> int:
@@ -230,6 +225,19 @@ class LayerMemory:
 def held_of_token(job: Job) -> float:
     """Bytes that a block keeps of a token for its backward, on each rank of the group that shares the token's rows."""
     return LayerMemory(job, _ROWS).block().held / (_ROWS * job.layout.pool_size)
+
+
+def held_of_stages(job: Job) -> list[int]:
+    """What each stage keeps of a token, in thousandths of what a block keeps; a head on the last stage included."""
+    layers = LayerMemory(job, _ROWS)
+    blocks = job.stage_blocks + layers.ends() / layers.block().held + head_share(job) * job.head_shares
+    shares: list[int] = np.rint(THOUSANDTHS * blocks).astype(int).tolist()
+    return shares
+
+
+def held_of_slices(job: Job) -> int:
+    """Keys and values that a block keeps of a token in a slice, in thousandths of its other activations."""
+    return round(THOUSANDTHS * kept_share(job))
 
 
 def kept_share(job: Job) -> float:

@@ -70,15 +70,23 @@ def rank_memories(job: Job, rows: Sequence[int], limit: float = math.inf) -> lis
 def unlike_ranks(job: Job) -> list[int]:
     """Pipeline ranks that differ in memory; one of them has the highest peak.
 
-    Among ranks with the same blocks in every stage, the first has the most micro-batches in flight, so the others are
-    left out. The ranks with the embedding and the output head differ from all others.
+    Among ranks that are alike, the first has the most micro-batches in flight, so the others are left out.
+    """
+    return sorted({*like_ranks(job)})
+
+
+def like_ranks(job: Job) -> list[int]:
+    """For each pipeline rank the first that has the same blocks in every stage.
+
+    The ranks with the embedding and the output head differ from all others.
     """
     layout, blocks = job.layout, split_layers(job.shape, job.layout)
     first: dict[tuple[Any, ...], int] = {}
+    alike = []
     for rank, stages in enumerate(layout.rank_stages):
         kinds = [tuple(map(job.shape.block_kind, blocks[stage])) for stage in stages]
-        first.setdefault((rank == 0, rank == layout.pp - 1, *kinds), rank)
-    return list(first.values())
+        alike.append(first.setdefault((rank == 0, rank == layout.pp - 1, *kinds), rank))
+    return alike
 
 
 def predict_rank_memory(
@@ -122,8 +130,7 @@ class _Walk:
     ) -> None:
         self.job, self.rank, self.batches = job, rank, batches
         self.blocks = split_layers(job.shape, job.layout)
-        last = len(self.blocks) - 1
-        self.heads = range(job.layout.pp) if job.layout.deals_head else range(last, last + 1)  # stages with the head
+        self.heads = job.layout.head_stages
         kinds = [(n == 0, n in self.heads, *map(job.shape.block_kind, of)) for n, of in enumerate(self.blocks)]
         self.like = [kinds.index(kind) for kind in kinds]  # the first stage like each
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
