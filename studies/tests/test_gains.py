@@ -1,5 +1,6 @@
 """Who gains: one row for each job, which says what ``wlb check`` says of it."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,8 @@ def test_mixtures_are_compared_in_layouts_with_ep(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(gains, "MIXTURE_GPUS", (16,))
     monkeypatch.setattr(gains, "BATCH_TOKENS", 2**18)
     monkeypatch.setattr(gains, "_MIXTURE_BATCH", 1)
+    without_shards = partial(search_space, fixed={"tp": 1, "pp": 1})  # leaves cp, dp and ep to be searched
+    monkeypatch.setattr(gains, "search_space", without_shards)
     (row,) = gains.mixtures(Settings(out=tmp_path, steps=1)).tables[0].rows
     assert row[:3] == ("qwen3-30b-a3b", "8K", 16)
     assert all("ep 16" in str(place) for place in row[-2:])

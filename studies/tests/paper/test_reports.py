@@ -3,13 +3,15 @@
 import json
 import math
 from functools import cache
+from typing import Any
 
 import pytest
 
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
+from wlb.simulate.space import SearchSpace, search_space
 from wlb_studies.experiment import Report, Settings
-from wlb_studies.paper import paper, speedups, table2
+from wlb_studies.paper import bench, paper, speedups, table2
 from wlb_studies.registry import EXPERIMENTS, OF_THE_PAPER
 
 STEPS = {"imbalance": 1, "table2": 8, "sharding": 8}
@@ -19,6 +21,10 @@ KINDS = {"", "quoted", "simulated", "measured"}
 @cache
 def computed(name: str, settings: Settings) -> Report:
     return EXPERIMENTS[name](settings)
+
+
+def with_few_layouts(*job: Any, fixed: dict[str, Any], **settings: Any) -> SearchSpace:
+    return search_space(*job, fixed={"tp": 2, "cp": 4} | fixed, **settings)
 
 
 def check_report(report: Report) -> None:
@@ -49,6 +55,7 @@ def test_report_of_every_experiment(name, long_documents, tmp_path, monkeypatch)
     monkeypatch.setattr(speedups, "LARGEST", "7b-64k")
     some = ("plain-4d", "wlb-llm, lists", "balanced")
     monkeypatch.setattr(speedups, "OWN", {system: speedups.OWN[system] for system in some})
+    monkeypatch.setattr(bench, "search_space", with_few_layouts)
     settings = Settings(steps=STEPS[name]) if name in STEPS else long_documents
     report = computed(name, settings)
     check_report(report)

@@ -1,5 +1,6 @@
 """The rivals experiment: its table, what it finds, and that jobs that are done are not computed again."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -66,9 +67,16 @@ def test_claims_are_of_policies_that_are_compared():
     assert len({job.name for job in rivals.JOBS}) == len(rivals.JOBS)
 
 
-def test_source_code_fits_its_windows_and_comes_out_the_same():
+def test_source_code_fills_its_windows():
     for job in {job.source: job for job in rivals.JOBS if job.source}.values():
         lengths = rivals.documents_of(job, Settings())
         assert lengths.min() > 0
         assert lengths.sum() > 2 * job.batch_tokens
+
+
+def test_source_code_comes_out_the_same(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rivals, "stdlib_root", lambda: Path(json.__file__).parent)  # a part of it
+    for job in {job.source: job for job in rivals.JOBS if job.source}.values():
+        lengths = rivals.documents_of(job, Settings())
+        assert len(lengths) > 1
         assert lengths.tolist() == rivals.documents_of(job, Settings()).tolist()
