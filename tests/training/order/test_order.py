@@ -75,14 +75,14 @@ LEVEL_EXPERTS = ("balanced", "h100", "none", layout(dp=4, ep=2), 11, False, 2, R
     ("job", "purposes"),
     [
         (LEVEL, {GRADIENTS}),
-        (("plain-4d", "h100", "full", layout(dp=2, tp=2, ep=4), 0, False, 2, FEW), {TENSOR_PARALLEL, EXPERTS}),
+        (("plain-4d", "h100", "full", layout(dp=2, tp=2, ep=4), 0, False, 1, FEW), {TENSOR_PARALLEL, EXPERTS}),
         pytest.param(  # slices run the same stages and exchanges
             ("plain-4d", "h100", "keep_attention", layout(cp=2, pp=2, ep=2), 0, False, 2, FEW),
             {STAGES, KEYS_AND_VALUES, EXPERTS},
             marks=pytest.mark.exhaustive,
         ),
         (
-            ("balanced", "h100", "none", layout(dp=2, pp=2, pool=2, ep=2), 0, True, 2, SLICES),
+            ("balanced", "h100", "none", layout(dp=2, pp=2, pool=2, ep=2), 0, True, 1, SLICES),
             {STAGES, KEYS_AND_VALUES, EXPERTS},
         ),
         (LEVEL_EXPERTS, {COUNTS, EXPERTS}),

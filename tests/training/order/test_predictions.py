@@ -23,7 +23,10 @@ from wlb.workload.links import Link
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 OF_FOUR_LAYERS = ("7b_128k", "model.layers=4", "packing.global_batch=4")
 LARGE = (*OF_FOUR_LAYERS, "packing.grouping=even", "parallel.schedule=1f1b", "parallel.head=last")
-EXCHANGING = (*LARGE, "training.activation_checkpointing=none", "sharding.strategy=per_document")
+EXCHANGING = (
+    *(*LARGE, "packing.global_batch=2"),
+    *("training.activation_checkpointing=none", "sharding.strategy=per_document"),
+)
 OF_EACH_STAGE = (0, 16, 32, 48)
 ALONE = ("parallel.pp=1", "parallel.cp=1", "parallel.dp=2", "parallel.tp=2")
 LEVEL = ("tiny_balanced", "data.context_window=2048", "packing.global_batch=4")
