@@ -20,8 +20,8 @@ WINDOW = 8192
 def evidence() -> Evidence:
     """Of a job with a hostile name, to which best is worth a change."""
     lengths = sample_lengths(3000, WINDOW, seed=1)
-    sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 2}
-    space = search_space("550m", 16, WINDOW, lengths, batch_tokens=4 * WINDOW, fixed=sizes)
+    sizes = {"dp": 2, "pp": 2, "cp": 2, "tp": 1}
+    space = search_space("550m", 8, WINDOW, lengths, batch_tokens=4 * WINDOW, fixed=sizes)
     space = replace(space, priced_by={"model": HOSTILE}, assumed=(HOSTILE,))
     return Evidence(lengths, estimate(space, lengths, steps=4, source=HOSTILE))
 
