@@ -25,16 +25,16 @@ def _configure(folder: Path, name: str, steps: int, stores: str = "", **parallel
         data={"store": None, "mixture": mixture},
         parallel=parallel,
         training={"steps": steps, "lr_schedule": "constant", "dtype": "float64", "learning_rate": 0.01},
-        checkpoint={"dir": str(folder / name / "checkpoints"), "every": 3},
+        checkpoint={"dir": str(folder / name / "checkpoints"), "every": 2},
         metrics={"dir": str(folder / name / "metrics"), "document_ids": "segments"},
     )
 
 
 def test_a_resumed_mixture_trains_the_steps_of_one_left_in_peace(tmp_path: Path) -> None:
     _write_stores(tmp_path, shards=3)
-    run_ranks(1, train, _configure(tmp_path, "straight", 6))
-    run_ranks(2, train, _configure(tmp_path, "moved", 3, dp=2))
-    run_ranks(2, train, _configure(tmp_path, "moved", 6, pp=2))
+    run_ranks(1, train, _configure(tmp_path, "straight", 4))
+    run_ranks(2, train, _configure(tmp_path, "moved", 2, dp=2))
+    run_ranks(2, train, _configure(tmp_path, "moved", 4, pp=2))
     straight, moved = (read_steps(tmp_path / name) for name in ("straight", "moved"))
     for key in ("segments", "document_ids", "store_tokens", "loss_tokens"):
         assert [row[key] for row in moved] == [row[key] for row in straight], key

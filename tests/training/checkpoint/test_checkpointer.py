@@ -140,7 +140,7 @@ def test_resuming_changes_nothing(straight, key, tmp_path):
     ("saved", "resumed"),
     [
         exhaustive("pp", "dp"),
-        ("dp", "interleaved"),
+        exhaustive("dp", "interleaved"),  # the last but one resumes pools that are interleaved
         exhaustive("interleaved", "pp"),
         exhaustive("tp sequential", "dp sequential"),
         ("pp sequential", "tp sequential"),
@@ -164,8 +164,8 @@ def test_resuming_on_another_layout_trains_the_same(straight, saved, resumed, tm
 @pytest.mark.parametrize(
     ("saved", "resumed", "changes"),
     [
-        ("pp", "dp-cp", {"packing": {"global_batch": 6}}),
-        exhaustive("dp", "dp3", {"packing": {"global_batch": 6}}),
+        exhaustive("pp", "dp-cp", {"packing": {"global_batch": 6}}),
+        ("dp", "dp3", {"packing": {"global_batch": 6}}),
         exhaustive("interleaved", "alone", {"packing": {"global_batch": 6}}),
     ],
 )
@@ -298,7 +298,7 @@ def _train_and_be_killed(config: JobConfig, where: str, rank: int, call: int) ->
     ("where", "rank", "call", "newest"),
     [
         ("sums_of", 1, 1, 2),  # rank 1 has written its file
-        ("rename", 0, 1, 2),  # .metadata has yet to get its name
+        exhaustive("rename", 0, 1, 2),  # .metadata has yet to get its name, between the one above and the one below
         ("publish", 0, 1, 2),  # .metadata has it
         ("clean_up", 0, 2, 4),  # at the end of the job; the first call is before it saves
     ],
