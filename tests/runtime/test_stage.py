@@ -16,7 +16,8 @@ from tests.schedules.by_chance import operations_by_chance
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
 from wlb.runtime.stage import Pipeline, PlannedStage, pipeline, run_order
-from wlb.schedules.operations import BACKWARD, INPUT, WEIGHT, Operation, RankOperations, rank_operations
+from wlb.schedules.critical_path import dealt_head_lists
+from wlb.schedules.operations import BACKWARD, HEAD, INPUT, WEIGHT, Operation, RankOperations, rank_operations
 
 WIDTH, VOCABULARY, STAGES = 6, 11, 8
 STEPS = [[3, 1, 7, 2], [5, 5, 1, 9], [4, 2, 2, 6]]  # tokens of the micro-batches of each step
@@ -25,12 +26,12 @@ STEPS = [[3, 1, 7, 2], [5, 5, 1, 9], [4, 2, 2, 6]]  # tokens of the micro-batche
 class Part(nn.Module):
     """A part of somebody's model: rows are mixed along the tokens, so that lengths and order matter."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, head: bool = True) -> None:
         super().__init__()
         torch.manual_seed(number)
         self.embedding = nn.Embedding(VOCABULARY, WIDTH) if number == 0 else None
         self.norm, self.mix = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if number == STAGES - 1 else None
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False) if head and number == STAGES - 1 else None
         self.recomputed = number % 3 == 1
         self.double()
 
@@ -57,9 +58,12 @@ def micro_batches(lengths: list[int]) -> list[tuple[Tensor, float, Tensor]]:
 
 
 class InARow(nn.Module):
-    def __init__(self, numbers: range) -> None:
+    """Some parts; the last of all has a head unless ``deals_head``, of which a copy may be beside the parts."""
+
+    def __init__(self, numbers: range, *, deals_head: bool = False, holds_head: bool = False) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(map(Part, numbers))
+        self.parts = nn.ModuleList(Part(number, head=not deals_head) for number in numbers)
+        self.head = Part(STAGES - 1).head if holds_head else None
 
     def forward(self, x: Tensor, scale: float) -> Tensor:
         for part in self.parts:
@@ -67,20 +71,31 @@ class InARow(nn.Module):
         return x
 
 
-def orders(per_rank: int, replica: int) -> list[RankOperations]:
+def orders(per_rank: int, replica: int, deals_head: bool) -> list[RankOperations]:
     """Of each step: by chance, in its named schedule, by chance."""
-    chance = [operations_by_chance(10 * per_rank + step + 100 * replica, 2, per_rank, 4) for step in (0, 2)]
-    return [chance[0], rank_operations("interleaved_1f1b", 2, 4, per_rank), chance[1]]
+    seeds = (10 * per_rank + step + 100 * replica for step in (0, 2))
+    first, last = (operations_by_chance(seed, 2, per_rank, 4, deals_head=deals_head) for seed in seeds)
+    named = rank_operations("interleaved_1f1b", 2, 4, per_rank)
+    return [first, dealt_head_lists(named) if deals_head else named, last]
 
 
 def pipeline_of(
-    rank: int, per_rank: int, group: dist.ProcessGroup | None = None, *, micro_batches: int = 4
+    rank: int,
+    per_rank: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    micro_batches: int = 4,
+    deals_head: bool = False,
 ) -> Pipeline:
     """Of two ranks, with stages of equally many parts."""
     parts = STAGES // (2 * per_rank)
     stages = [
         PlannedStage(
-            InARow(range(number * parts, (number + 1) * parts)),
+            InARow(
+                range(number * parts, (number + 1) * parts),
+                deals_head=deals_head,
+                holds_head=deals_head and number == rank,
+            ),
             number,
             2 * per_rank,
             width=WIDTH,
@@ -90,35 +105,44 @@ def pipeline_of(
         )
         for number in range(rank, 2 * per_rank, 2)
     ]
-    return pipeline(stages, micro_batches, loss_of)
+
+    def loss_of_stream(x: Tensor, target: Tensor) -> Tensor:
+        return loss_of(stages[0].submod.get_submodule("head")(x), target)
+
+    return pipeline(stages, micro_batches, loss_of_stream if deals_head else loss_of, deals_head=deals_head)
 
 
-def in_stages(replicas: int) -> list[tuple[list[list[float]], dict[str, Tensor]]]:
+def in_stages(replicas: int, deals_head: bool) -> list[tuple[list[list[float]], dict[str, Tensor]]]:
     """By stages on a rank: losses of each step and, after all of them, gradients; nothing zeroes them in between.
 
-    Replicas run the same micro-batches in orders of their own, and weights are sharded over them.
+    Replicas run the same micro-batches in orders of their own, and weights are sharded over them. The gradient of a
+    dealt head is that of the micro-batches whose head ran here.
     """
     mesh = init_device_mesh("cpu", (replicas, 2), mesh_dim_names=("dp", "pp"))
     replica, rank = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
     results = []
     for per_rank in (1, 2, 4):
-        order = pipeline_of(rank, per_rank, mesh.get_group("pp"))
-        for stage in order.stages if replicas > 1 else ():
+        order = pipeline_of(rank, per_rank, mesh.get_group("pp"), deals_head=deals_head)
+        of_blocks = order.stages[:per_rank]
+        for stage in of_blocks if replicas > 1 else ():
             for part in (*stage.submod.get_submodule("parts").children(), stage.submod):
                 fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
         losses: list[list[float]] = []
-        for lengths, operations in zip(STEPS, orders(per_rank, replica), strict=True):
+        for lengths, operations in zip(STEPS, orders(per_rank, replica, deals_head), strict=True):
             tokens, scales, targets = zip(*micro_batches(lengths), strict=True)
             keywords = [{"scale": scale} for scale in scales]
             losses.append([loss.item() for loss in run_order(order, operations, tokens, lengths, keywords, targets)])
         gradients = {}
-        for stage in order.stages:
+        for stage in of_blocks:
             for name, weight in stage.submod.named_parameters():
-                _, number, rest = name.split(".", 2)
                 grad = weight.grad
                 grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
                 assert grad is not None
-                first = stage.stage_index * STAGES // stage.num_stages
+                if name == "head.weight":
+                    gradients[name] = grad
+                    continue
+                _, number, rest = name.split(".", 2)
+                first = stage.stage_index * STAGES // stage.stages
                 gradients[f"parts.{first + int(number)}.{rest}"] = grad
         results.append((losses, gradients))
     return results
@@ -137,13 +161,19 @@ def alone() -> tuple[list[list[float]], dict[str, Tensor]]:
 
 
 # Four processes repeat with sharded weights what two prove.
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_stages_of_any_module_run_micro_batches_of_any_length_in_any_order(replicas):
+@pytest.mark.parametrize(("replicas", "deals_head"), [(1, False), (2, False), (1, True), (2, True)])
+def test_stages_of_any_module_run_micro_batches_of_any_length_in_any_order(replicas, deals_head):
     losses, gradients = alone()
-    results = run_ranks(2 * replicas, in_stages, replicas)
+    results = run_ranks(2 * replicas, in_stages, replicas, deals_head)
     for first, last in zip(results[-2], results[-1], strict=True):
-        assert first[0] == [[]] * len(STEPS)
-        assert last[0] == [pytest.approx(of_step, rel=1e-13) for of_step in losses]
+        if deals_head:
+            copies = [of_rank[1].pop("head.weight") for of_rank in (first, last)]
+            last[1][f"parts.{STAGES - 1}.head.weight"] = copies[0] + copies[1]
+        else:
+            assert first[0] == [[]] * len(STEPS)
+        for here, there, exact in zip(first[0], last[0], losses, strict=True):
+            both = [of_rank for of_rank in (here, there) if of_rank]  # zero where the other ran the head
+            assert [sum(of_both) for of_both in zip(*both, strict=True)] == pytest.approx(exact, rel=1e-13)
         found = first[1] | last[1]
         assert found.keys() == gradients.keys()
         for name, gradient in gradients.items():
@@ -162,18 +192,23 @@ def test_a_pipeline_runs_fewer_micro_batches_than_it_has_ranks():
 
 
 def _refused() -> list[str]:
-    order = pipeline_of(dist.get_rank(), 1)
+    order, dealing = (pipeline_of(dist.get_rank(), 1, deals_head=deals_head) for deals_head in (False, True))
     first, last = named = rank_operations("1f1b", 2, 4)
     in_two = tuple(tuple(op._replace(kind=kind) for op in ops for kind in _kinds(op)) for ops in named)
-    turned = tuple(op._replace(micro_batch=3 - op.micro_batch) for op in last)
+    dealt = dealt_head_lists(named)
+    moved = [
+        tuple(tuple(op._replace(stage=op.stage + by) if op.kind == HEAD else op for op in ops) for ops in dealt)
+        for by in (1, 2)
+    ]
     wrong: list[RankOperations] = []
     wrong += (first[:-1], last), (first, (*last, last[-1])), (last, first), (first, last[::-1]), (first, in_two[1][:-1])
-    wrong += rank_operations("1f1b", 2, 5), (first, turned), in_two, (first,)
-    order.stages[0].submod = DistributedDataParallel(nn.Linear(1, 1))
+    wrong += rank_operations("1f1b", 2, 5), dealt, in_two, (first,)
+    cases = [*((order, operations) for operations in wrong), *((dealing, of) for of in (named, *moved, dealt))]
+    order.stages[0].submod = dealing.stages[0].submod = DistributedDataParallel(nn.Linear(1, 1))
     found = []
-    for operations in wrong:
+    for pipe, operations in cases:
         with pytest.raises(UserError) as error:
-            run_order(order, operations, [torch.zeros(1)] * 4, [1] * 4, [{}] * 4, [None] * 4)
+            run_order(pipe, operations, [torch.zeros(1)] * 4, [1] * 4, [{}] * 4, [None] * 4)
         found.append(str(error.value))
     return found
 
@@ -185,6 +220,8 @@ def _kinds(operation: Operation) -> str:
 def test_operations_that_would_lose_gradients_are_refused_on_all_ranks():
     first, last = run_ranks(2, _refused)
     assert first == last
-    places = ["(0, 3)]", "(1, 3)]", "[(0, 0), (0, 1)", "[(1, 0)", "(1, 3)]", "(0, 4), (1, 4)", "the last stage are"]
-    for message, part in zip(first, [*places, "use fully_shard", "each of 2 ranks"], strict=True):
+    heads = "[(2, 0), (2, 1), (2, 2), (2, 3)]"
+    places = ["(0, 3)]", "(1, 3)]", "[(0, 0), (0, 1)", "[(1, 0)", "(1, 3)]", "(0, 4), (1, 4)", "(2, 3)]"]
+    of_dealt = [f"{heads} are wrong", "a head (H) of each", "are wrong", "use fully_shard"]
+    for message, part in zip(first, [*places, "use fully_shard", "each of 2 ranks", *of_dealt], strict=True):
         assert part in message, first

@@ -252,6 +252,16 @@ def end_backward(unit: FSDPModule) -> None:
         group.post_backward()
 
 
+def complete_gradients(unit: FSDPModule) -> None:
+    """Give zero gradients to parameters of ``unit`` that had no backward on this rank, because other ranks had one."""
+    for group in _parameter_groups(unit):
+        for param in group.fsdp_params:
+            weight = param.unsharded_param
+            if weight.requires_grad and weight.grad is None and param.unsharded_accumulated_grad is None:
+                weight.grad = torch.zeros_like(weight)
+    end_backward(unit)
+
+
 def _parameter_groups(unit: FSDPModule) -> list[Any]:
     state: Any = unit._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
