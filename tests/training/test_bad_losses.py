@@ -58,7 +58,7 @@ def _train(config: JobConfig) -> tuple[str, set[int]]:
     return message, {segment.document for segment in plans[-1].segments}
 
 
-@pytest.mark.parametrize("parallel", [{"pp": 2}, {"cp": 2}])
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"pp": 2, "head": "dealt"}, {"cp": 2}])
 def test_a_loss_that_is_not_finite_ends_the_job_and_names_the_documents(folder, parallel):
     results = run_ranks(2, _train, job(folder, parallel=parallel, training={"steps": None}))
     assert results[0] == results[1]

@@ -26,6 +26,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pool": {"dp": 2, "cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b", "pool": 4},  # of a stage
     "level": {"dp": 2},  # whose two ranks run micro-batches of their own
     "slices": {"dp": 2, "pp": 2, "pool": 1},
+    "dealt": {"dp": 2, "pp": 2, "pool": 1, "head": "dealt"},  # slices, too
 }
 PACKING: dict[str, dict[str, Any]] = {
     "wlb-llm": {"outlier_thresholds": [16, 40]},
@@ -34,6 +35,7 @@ PACKING: dict[str, dict[str, Any]] = {
     "slices": {"rank_micro_batches": 8, "grouping": "slices", "global_batch": 2, "max_length_factor": 0.5},
     "others": {"global_batch": 2},  # models, with tensor parallelism, which plans operators anew for every length
 }
+PACKING["dealt"] = PACKING["slices"]
 
 ROTARY = {"factor": 4.0, "original_max_position_embeddings": 16}
 BIASES = {"qkv_bias": True, "qk_norm": True}
@@ -70,7 +72,7 @@ def configure(
         preset if preset in PRESETS else "balanced",
         model={"layers": 4, "heads": 4, "kv_heads": 2, "vocab_size": 68} | (model or {}),
         data={"context_window": WINDOW_OF_SLICES, "store": str(folder / "long")}
-        if preset == "slices"
+        if preset in ("slices", "dealt")
         else {"context_window": WINDOW},
         parallel=parallel,
         packing=PACKING.get(preset, {}),
@@ -79,15 +81,23 @@ def configure(
     )
 
 
-def _train(config: JobConfig) -> list[StepPlan]:
+def _train(config: JobConfig) -> tuple[list[StepPlan], dict[str, bytes]]:
+    """The steps, and this rank's part of the weights outside the blocks."""
     trainer = trainer_of(config)
     plans = remembered_plans(trainer)
     trainer.run()
-    return plans
+    weights = (
+        named for stage in trainer.model.stages for named in stage.named_parameters() if "layers" not in named[0]
+    )
+    return plans, {name: weight.to_local().detach().numpy().tobytes() for name, weight in weights}  # type: ignore[attr-defined]
 
 
 def trained_as_single_documents(config: JobConfig, folder: Path, tolerance: float = 1e-9) -> list[StepPlan]:
-    plans: list[StepPlan] = run_ranks(config.parallel.layout.world_size, _train, config)[0]
+    layout = config.parallel.layout
+    by_rank: list[tuple[list[StepPlan], dict[str, bytes]]] = run_ranks(layout.world_size, _train, config)
+    plans, of_pipeline = by_rank[0][0], [held for _, held in by_rank[:: layout.world_size // layout.pp]]
+    for name in {name for held in of_pipeline for name in held}:
+        assert len({held[name] for held in of_pipeline if name in held}) == 1, name  # its copies are equal
     losses = [row["loss"] for row in read_steps(folder)]
     assert len(losses) == config.training.steps
     assert len(set(losses)) == len(losses)  # weights change
@@ -101,7 +111,7 @@ def trained_as_single_documents(config: JobConfig, folder: Path, tolerance: floa
     ("preset", "steps"),
     [
         ("level", 3),
-        ("slices", 3),
+        ("dealt", 3),
         *(pytest.param(preset, STEPS, marks=pytest.mark.exhaustive) for preset in LAYOUTS),
     ],
 )
@@ -109,7 +119,7 @@ def test_steps_have_the_losses_of_single_documents(preset: str, steps: int, fold
     plans = trained_as_single_documents(configure(folder, preset, steps, LAYOUTS[preset]), folder / preset)
     if preset == "level":
         assert {len(part.ranks) for plan in plans for part in plan.micro_batches} == {1, 2}
-    if preset == "slices":
+    if preset in ("slices", "dealt"):
         assert any(part.earlier for plan in plans for part in plan.micro_batches)
 
 
@@ -121,11 +131,14 @@ def exhaustive(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        (TIED, {"pp": 2, "tp": 2}),
+        (TIED, {"pp": 2, "tp": 2, "head": "dealt"}),
         (TIED, {"dp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}),
         (UNTIED, {"cp": 2, "tp": 2}),
+        exhaustive(TIED, {"pp": 2, "tp": 2}),
         exhaustive(TIED, {"pp": 4}),
+        exhaustive(TIED, {"pp": 4, "head": "dealt"}),
         exhaustive(UNTIED, {"pp": 2, "tp": 2}),
+        exhaustive(UNTIED, {"pp": 2, "tp": 2, "head": "dealt"}),
         exhaustive(TIED, {"cp": 2, "tp": 2}),
     ],
 )

@@ -7,8 +7,8 @@ function ``attend`` that comes with the micro-batch: it knows the segments, and 
 
 A ``Transformer`` may hold only some of the blocks. Then it is one stage of a pipeline, which takes or returns the
 residual stream where the model is cut, and still names its parameters as the full model does
-(``layers.7.attention.wq.weight``). With tied embeddings there is one matrix, ``embedding.weight``; where the first and
-the last stage are different modules, both hold it under that name.
+(``layers.7.attention.wq.weight``). With tied embeddings there is one matrix, ``embedding.weight``; stages that need it,
+for the embedding or for a head, all hold it under that name.
 
 Shapes: T tokens · D hidden · H query heads · G key/value heads · E head_dim · F ffn_hidden · V vocabulary.
 """
@@ -82,19 +82,25 @@ def check_built(shape: ModelShape) -> None:
 
 
 class Transformer(nn.Module):
-    """The blocks ``layers`` of a decoder, with the embedding if the first is among them and the head if the last is."""
+    """The blocks ``layers`` of a decoder, with the embedding if the first is among them and the head if the last is.
 
-    def __init__(self, config: TransformerConfig, layers: range | None = None) -> None:
+    ``head`` is for dealt heads: if given, no forward ends with one, and it says whether the module has one for
+    ``scores``.
+    """
+
+    def __init__(self, config: TransformerConfig, layers: range | None = None, *, head: bool | None = None) -> None:
         super().__init__()
         shape = config.shape
         check_built(shape)
         layers = range(shape.layers) if layers is None else layers
         self.config = config
         self.is_first, self.is_last = layers.start == 0, layers.stop == shape.layers
-        holds_embedding = self.is_first or (self.is_last and config.tied_embeddings)
+        self.ends_with_head, self.has_dealt_head = self.is_last and head is None, bool(head)
+        holds_head = self.ends_with_head or self.has_dealt_head
+        holds_embedding = self.is_first or (holds_head and config.tied_embeddings)
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden) if holds_embedding else None
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers})
-        self.head = Head(config) if self.is_last else None
+        self.head = Head(config) if holds_head else None
 
     def forward(self, x: Tensor, positions_T: Tensor, attend: Attend, routing: Routing | None = None) -> Tensor:
         """Run the blocks on one micro-batch.
@@ -106,7 +112,7 @@ class Transformer(nn.Module):
             routing: For routers; without it they have no losses and count no tokens.
 
         Returns:
-            Scores (T, V) if this is the last stage, else the residual stream (T, D).
+            Scores (T, V) if this stage ends with the head, else the residual stream (T, D).
         """
         config = self.config
         x_TD: Tensor = self.embedding(x) if self.is_first and self.embedding is not None else x
@@ -115,11 +121,18 @@ class Transformer(nn.Module):
         )
         for block in self.layers.values():
             x_TD = block(x_TD, rotation, attend, routing)
-        if self.head is None:
-            return x_TD
-        tied = (self.embedding.weight,) if config.tied_embeddings and self.embedding is not None else ()
-        scores_TV: Tensor = self.head(x_TD, *tied)
+        return self.scores(x_TD) if self.ends_with_head else x_TD
+
+    def scores(self, x_TD: Tensor) -> Tensor:
+        """The scores (T, V) that the head of this module gives the stream (T, D) after the last block."""
+        assert self.head is not None, "this module holds no head"
+        scores_TV: Tensor = self.head(x_TD, *self.tied_VD)
         return scores_TV
+
+    @property
+    def tied_VD(self) -> tuple[Tensor, ...]:
+        """The matrix of a tied embedding, if this module holds one."""
+        return (self.embedding.weight,) if self.config.tied_embeddings and self.embedding is not None else ()
 
 
 class Block(nn.Module):

@@ -80,7 +80,7 @@ def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
 def _share(stage: nn.Module, parameter: Tensor) -> float:
     """The weight of this rank's part in the sum, so that parts which several ranks hold count once.
 
-    All tensor-parallel ranks hold the weights that they do not split; the first and last stage hold a tied embedding.
+    All tensor-parallel ranks hold the weights that they do not split, and several stages may hold a head or embedding.
     """
     if isinstance(stage, Transformer) and is_second_copy(stage, parameter):
         return 0.0

@@ -45,6 +45,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "dp3": {"dp": 3},
     "pp": {"pp": 2},
     "interleaved": {"pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"},
+    "dealt": {"pp": 2, "head": "dealt"},
     "tp": {"tp": 2},
     "cp-tp": {"cp": 2, "tp": 2},
     "dp-cp": {"dp": 2, "cp": 2},
@@ -150,6 +151,8 @@ def test_resuming_changes_nothing(straight, key, tmp_path):
         ("pool balanced", "three level"),
         ("dp level", "pools balanced"),
         ("pp slices", "alone whole"),
+        ("pp slices", "dealt slices"),
+        ("dealt", "interleaved"),
         exhaustive("dp level", "cp-tp level"),
     ],
 )

@@ -45,11 +45,13 @@ def _wlb(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return int(stopped.value.code or 0)
 
 
-@pytest.mark.parametrize(("name", "parallel"), [("llama-3.2", {"pp": 2}), ("qwen3-moe", {"dp": 2, "ep": 2})])
+@pytest.mark.parametrize(
+    ("name", "parallel"), [("llama-3.2", {"pp": 2, "head": "dealt"}), ("qwen3-moe", {"dp": 2, "ep": 2})]
+)
 def test_transformers_finds_the_loss_that_the_job_found(
-    name: str, parallel: dict[str, int], tmp_path: Path, capsys, monkeypatch
+    name: str, parallel: dict[str, Any], tmp_path: Path, capsys, monkeypatch
 ) -> None:
-    """From pretrained weights and back: two stages, each with a copy of the tied embedding, and divided experts."""
+    """From pretrained weights and back: two stages, each with a head and the embedding tied to it; divided experts."""
     model = tmp_path / "model"
     save_random_model(name, model, torch.bfloat16)
     for file in ("generation_config.json", "tokenizer.json"):

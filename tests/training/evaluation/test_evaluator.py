@@ -31,7 +31,8 @@ from wlb.training.rank_model import build_model
 
 CPU = torch.device("cpu")
 INTERLEAVED = {"cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}
-LAYOUTS: list[dict[str, Any]] = [{"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}, INTERLEAVED]
+DEALT: list[dict[str, Any]] = [{"pp": 2, "tp": 2, "head": "dealt"}, INTERLEAVED | {"head": "dealt"}]
+LAYOUTS: list[dict[str, Any]] = [{"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}, INTERLEAVED, *DEALT]
 
 
 def write_held_out(prefix: Path, tokens: int = VOCABULARY) -> TokenStore:
@@ -101,10 +102,10 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("layout", "preset", "packing"),
-    [({"pp": 2}, "balanced", {}), ({"dp": 2}, "balanced", {"grouping": "level"})],
+    [({"pp": 2, "head": "dealt"}, "balanced", {}), ({"dp": 2}, "balanced", {"grouping": "level"})],
 )
 def test_training_is_the_same_to_the_last_bit(
-    layout: dict[str, int], preset: str, packing: dict[str, Any], folder: Path, tmp_path: Path
+    layout: dict[str, Any], preset: str, packing: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     losses = []
     for name, evaluation in (("with", {"every": 2}), ("without", {"every": 1000})):

@@ -15,6 +15,7 @@ from tests.training.order.calls import COUNTS, EXPERTS, GRADIENTS, KEYS_AND_VALU
 from tests.training.order.fake_rank import RankRun, run_fake_ranks
 from tests.training.order.order import OrderError, check_order
 from wlb.job.config import PRESETS
+from wlb.schedules.operations import HEAD
 
 NOWHERE = Path("/nowhere")
 MIXTURE = {"experts": 8, "experts_per_token": 2, "expert_hidden": 16, "shared_expert_hidden": 8, "router": "sigmoid"}
@@ -98,6 +99,17 @@ def test_every_call_of_a_job_can_be_made(job, purposes):
         assert used <= {call.group for call in run.setup}, "a communicator that did not exist before the first step"
 
 
+def test_pipelines_that_deal_a_head_differently_can_make_every_call():
+    dealt = layout(dp=2, pp=2, pool=1, head="dealt")
+    job = "balanced", "h100", "none", dealt, 1, True, 2, layout(global_batch=2, grouping="slices", rank_micro_batches=3)
+    calls = calls_of(*job)
+    assert check_order(calls) == sum(map(len, calls.values())) + creations(calls)
+    plans = [run.plan.operations for rank, run in sorted(runs_of(*job).items()) if rank < 2]
+    heads = [{one for of_rank in plan[dp] for one in of_rank if one.kind == HEAD} for dp, plan in enumerate(plans)]
+    assert {one.stage for one in heads[0]} == {one.stage for one in heads[1]} == {0, 1}
+    assert heads[0] != heads[1]
+
+
 def test_ranks_that_share_experts_run_as_many_rounds_and_other_ranks_another_number():
     calls = calls_of(*LEVEL_EXPERTS)
     counts = [sum(call.purpose == COUNTS for call in calls[rank]) for rank in sorted(calls)]
@@ -120,8 +132,8 @@ def test_the_ends_of_a_pipeline_can_sum_the_gradients_of_tied_embeddings():
 
 @st.composite
 def layouts(draw):
-    """Sizes of every dimension, of eight ranks at most."""
-    sizes: dict[str, int] = {}
+    """Sizes of every dimension, of eight ranks at most, and the kind of output head."""
+    sizes: dict[str, Any] = {}
     for name in draw(st.permutations(["pp", "dp", "cp", "tp"])):
         room = 8 // math.prod(sizes.values())
         sizes[name] = draw(
@@ -129,6 +141,7 @@ def layouts(draw):
         )
     if sizes["pp"] > 1:
         sizes["virtual_pp"] = draw(st.sampled_from([1, 2]))
+        sizes["head"] = draw(st.sampled_from(["last", "dealt"]))
     if draw(st.booleans()):  # a mixture of experts
         dp, cp = sizes["dp"], sizes["cp"]
         together = [size for size in (1, 2, 4, 8) if dp * cp % size == 0 and (cp % size == 0 or size % cp == 0)]

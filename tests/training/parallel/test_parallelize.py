@@ -47,7 +47,7 @@ SEGMENTS = (5, 9, 1, 13)
 EXCHANGES: dict[Checkpointing, int] = {"none": 1, "keep_attention": 1, "full": 2}
 GRAPHS = 4  # attention's norm; projections and rotation; output projection; residual and feed-forward layer
 LENGTHS = (41, 7, 23, 64, 41, 10, 3, 2, 57, 35)
-LAYOUT = Layout(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b")
+LAYOUT = Layout(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b", head="dealt")
 
 
 def _weights(dtypes: Sequence[torch.dtype]) -> list[dict[str, tuple[torch.Tensor, torch.dtype, int]]]:
@@ -74,9 +74,10 @@ def test_every_layout_starts_from_the_same_weights_kept_in_full_precision() -> N
         initialise_weights(full, layers=CONFIG.shape.layers, seed=4)
         for name, weight in full.named_parameters():
             holders = [held[name] for held in by_rank if name in held]
-            assert len(holders) == LAYOUT.dp * LAYOUT.tp, name
+            copies = LAYOUT.pp if name.startswith("head") else 1
+            assert len(holders) == copies * LAYOUT.dp * LAYOUT.tp, name
             assert all(torch.equal(value, weight) and stored == kept for value, stored, _ in holders), name
-            copies = LAYOUT.tp if name.endswith("norm.weight") else 1
+            copies *= LAYOUT.tp if name.endswith("norm.weight") else 1
             assert sum(count for _, _, count in holders) == copies * weight.numel(), name
 
 

@@ -19,7 +19,16 @@ from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.reading import make_batch
 from wlb.schedules.layout import Layout
-from wlb.schedules.operations import BACKWARD, INPUT, WEIGHT, RankOperations, rank_operations
+from wlb.schedules.operations import (
+    BACKWARD,
+    FORWARD,
+    HEAD,
+    INPUT,
+    WEIGHT,
+    Operation,
+    RankOperations,
+    rank_operations,
+)
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
@@ -81,7 +90,9 @@ def test_only_the_last_stage_knows_the_loss(exact: tuple[float, dict[str, torch.
     assert float(results[1]["loss"]) == pytest.approx(exact[0], rel=1e-12)
 
 
-@pytest.mark.parametrize("parallel", [Layout(dp=2), Layout(pp=2)], ids=["dp2", "pp2"])
+@pytest.mark.parametrize(
+    "parallel", [Layout(dp=2), Layout(pp=2), Layout(pp=2, head="dealt")], ids=["dp2", "pp2", "pp2, dealt head"]
+)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str)
 def test_lower_precision_stays_close_to_float64(
     parallel: Layout,
@@ -105,6 +116,21 @@ def test_weight_gradients_put_off_are_added_in_float32_too() -> None:
     runs = [_merged(run_ranks(2, _run, Layout(pp=2), torch.bfloat16, [tuple(ops)])) for ops in (named, in_two)]
     for name, gradient in runs[0][1].items():
         assert torch.equal(runs[1][1][name], gradient), name
+
+
+def test_gradients_of_a_dealt_head_are_added_in_float32_too() -> None:
+    """They get the bits of a head on the last stage if one rank runs all of it; the other runs none."""
+    forwards, heads, backwards = (
+        [Operation(0, index, kind) for index in range(4)] for kind in (FORWARD, HEAD, BACKWARD)
+    )
+    last = tuple(op._replace(stage=1) for op in (*forwards, *backwards))
+    on_first = (*forwards, *heads, *backwards), last
+    on_last, dealt = (
+        _merged(run_ranks(2, _run, layout, torch.bfloat16, operations))
+        for layout, operations in ((Layout(pp=2), ()), (Layout(pp=2, head="dealt"), [on_first]))
+    )
+    for name, gradient in on_last[1].items():
+        assert torch.equal(dealt[1][name], gradient), name
 
 
 def _reductions_of_a_step(parallel: Layout) -> int:

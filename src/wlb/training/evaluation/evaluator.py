@@ -85,7 +85,7 @@ class Evaluator:
             of_buckets.index_add_(0, buckets, values[: len(mine)].double())
 
     def _forward(self, batch: Batch) -> Tensor | None:
-        """The scores (T, V) of a micro-batch on ranks of the last stage, None elsewhere.
+        """The scores (T, V) of a micro-batch on ranks of the last stage, None elsewhere; a dealt head is their own.
 
         It runs one micro-batch at a time, because PyTorch's schedules hold the scores of a whole step.
         """
@@ -100,6 +100,6 @@ class Evaluator:
                 dist.recv(x, group=group, group_src=(rank - 1) % ranks)
             out: Tensor = stage(x, batch.position_ids, batch.attention)
             if stage.is_last:
-                return out
+                return out if stage.ends_with_head else self._model.stages[0].scores(out)
             dist.send(out.contiguous(), group=group, group_dst=(rank + 1) % ranks)
         return None

@@ -57,7 +57,7 @@ class PipelineRunner:
         self._modules, self._layout = stage_modules, layout
         self._mesh = mesh
         self._execution = execution
-        self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, on ranks of the last stage
+        self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, zero where others ran its head
         self.routed: Sequence[Routing] = ()  # in the micro-batches of the last step
         self._pipeline: Pipeline | None = None
         if layout.pp > 1:
@@ -74,7 +74,8 @@ class PipelineRunner:
                 )
                 for chunk, module in enumerate(stage_modules)
             ]
-            self._pipeline = pipeline(stages, micro_batches, self._measured_loss)
+            loss_fn = self._loss_of_stream if layout.deals_head else self._measured_loss
+            self._pipeline = pipeline(stages, micro_batches, loss_fn, deals_head=layout.deals_head)
 
     def run_step(
         self,
@@ -110,7 +111,7 @@ class PipelineRunner:
                 keywords = [*map(_keywords, batches, self.routed)]
                 inputs = [batch.tokens for batch in batches], rows, keywords, targets
                 losses = run_order(self._pipeline, mine, *inputs)
-                sum_tied_gradients(self._modules, self._mesh.group("pp"))
+                sum_copied_gradients(self._modules, self._mesh.group("pp"))
         self.losses = [loss.detach() for loss in losses]
         # A new tensor every time, even without losses, because the caller may reduce it in place.
         nothing = torch.zeros((), dtype=master_dtype(self._execution.dtype), device=self._execution.device)
@@ -121,27 +122,36 @@ class PipelineRunner:
         with self._clock.measuring("loss", micro_batch):
             return _LOSS(scores_TV, labels, loss_tokens)
 
+    def _loss_of_stream(self, x_TD: Tensor, target: tuple[int, Tensor, int]) -> Tensor:
+        _, labels, loss_tokens = target
+        return _LOSS(self._modules[0].scores(x_TD), labels, loss_tokens)
+
 
 def _keywords(batch: Batch, routing: Routing) -> dict[str, Any]:
     attend = batch.attention and batch.attention.of_one_stage()
     return {"positions_T": batch.position_ids, "attend": attend, "routing": routing}
 
 
-def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
-    """Add the gradients of both copies of a tied embedding, if the ranks of ``group`` hold two.
+def sum_copied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of weights that several ranks of ``group`` hold (``copied_weights``) over their copies.
 
-    The first and the last stage each hold ``embedding.weight``, which starts equal, because initial values follow from
-    the name. Each computes the gradient of its own use, and both get the sum, as in Megatron-LM, so both copies stay
-    equal to the last bit. ``group`` holds the pipeline ranks in order; all of them call this when gradients are
-    complete.
+    Copies start equal, because initial values follow from the name. Each has the gradient of its own use, and all get
+    the sum, as in Megatron-LM, so they stay equal to the last bit. ``group`` holds the pipeline ranks in order; all of
+    them call this when gradients are complete.
     """
-    shared = next((stage.embedding for stage in stages if _has_other_copy(stage)), None)
-    if shared is None or shared.weight.grad is None:
-        return
-    grad = shared.weight.grad
-    mine = grad.to_local() if isinstance(grad, DTensor) else grad
-    if mine.numel() == 0:  # the other copy is sharded alike
-        return
+    copied = [(stage, weight.grad) for stage in stages for weight in copied_weights(stage)]
+    for stage, grad in copied:
+        mine = grad.to_local() if isinstance(grad, DTensor) else grad
+        if mine is None or mine.numel() == 0:  # the other copies are sharded alike
+            continue
+        if stage.has_dealt_head:
+            dist.all_reduce(mine, group=group)
+        else:
+            _add_other_end(mine, group)
+
+
+def _add_other_end(mine: Tensor, group: dist.ProcessGroup) -> None:
+    """Add up the tensors of the first and the last rank of ``group``, which both call this."""
     last = dist.get_world_size(group) - 1
     peer = last - dist.get_rank(group)
     others = torch.empty_like(mine, memory_format=torch.contiguous_format)
@@ -154,10 +164,16 @@ def sum_tied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) 
     mine += others
 
 
+def copied_weights(stage: Transformer) -> list[Tensor]:
+    """The weights of ``stage`` that other pipeline ranks hold as well.
+
+    All have a dealt head, and the embedding tied to it. Otherwise a tied embedding is on the first and the last stage.
+    """
+    if stage.head is not None and stage.has_dealt_head:
+        return [*stage.head.parameters(), *stage.tied_VD]
+    return [*stage.tied_VD] if stage.is_first != stage.is_last else []
+
+
 def is_second_copy(stage: Transformer, parameter: Tensor) -> bool:
-    """Whether ``parameter`` is the last stage's copy of the tied embedding."""
-    return _has_other_copy(stage) and stage.is_last and parameter is getattr(stage.embedding, "weight", None)
-
-
-def _has_other_copy(stage: Transformer) -> bool:
-    return stage.config.tied_embeddings and stage.is_first != stage.is_last
+    """Whether ``parameter`` is a copy of a weight that the first stage holds."""
+    return not stage.is_first and any(parameter is weight for weight in copied_weights(stage))
