@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -27,6 +28,7 @@ from tests.report.test_browser import area, pixels_of
 from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.report.answer import about, columns_of
+from wlb.simulate.estimate import CHECKED
 
 testing = pytest.importorskip("streamlit.testing.v1", reason="no streamlit (wlb-studies[page]): the page not shown")
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on the PATH: the page not shown")
@@ -106,12 +108,21 @@ def test_steps_are_drawn_on_one_clock_and_of_equal_tokens(app: Any, answered: An
     )
 
 
-def test_it_opens_with_an_example(app: Any):
-    """Which is what ``wlb check`` says, for the command that the page shows."""
-    _, found, _ = app.answered(app.EXAMPLE, 0.0)
+def test_it_opens_with_an_example(app: Any, monkeypatch: pytest.MonkeyPatch):
+    """Which is the job of the command that the page shows, and so its answer is that of ``wlb check``."""
+    asked: list[Any] = []
+
+    def ask(space: Any, lengths: Any, presets: Any = CHECKED, steps: Any = None, **_: Any) -> Any:
+        asked.append((replace(space, fixed=tuple(sorted(space.fixed))), lengths.tolist(), [*presets], steps))
+        raise UserError("asked")
+
+    monkeypatch.setattr("wlb.simulate.estimate.estimate", ask)
+    monkeypatch.setattr(app, "estimate", ask)
+    with pytest.raises(UserError, match="asked"):
+        app.answered.__wrapped__(app.EXAMPLE, 0.0)
     words = [word for option in app.EXAMPLE.options for word in option]
-    checked = run("check", app.EXAMPLE.lengths, *words, "--json")
-    assert json.loads(json.dumps(found.to_json())) == json.loads(checked.stdout)
+    assert run("check", app.EXAMPLE.lengths, *words, "--json").stderr == "wlb: error: asked\n"
+    assert asked[0] == asked[1]
     page = shown(lengths="-")
     assert not page.info  # a mistake in the address leaves no example beside it
     assert len(page.error) == 1

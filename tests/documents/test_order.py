@@ -135,7 +135,7 @@ def mixture_of(stores: list[tuple[list[int], float]], **more: Any) -> DocumentSt
     return DocumentStream([np.array(lengths, dtype=np.int64) for lengths, _ in stores], config)
 
 
-@settings(deadline=None, max_examples=examples(25))
+@settings(deadline=None, max_examples=examples(15))
 @given(some_stores, st.integers(1, 9))
 def test_every_store_trains_each_of_its_tokens_once_in_each_of_its_epochs(stores, chunk):
     stream = mixture_of(stores)

@@ -89,7 +89,7 @@ def random_space(seed: int) -> tuple[SearchSpace, str, np.ndarray]:
 def test_no_step_takes_less_than_the_bound(preset: str):
     """On the same documents, in every layout: the search stops where the bound falls behind what it has."""
     lengths = documents(800)
-    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=8 * WINDOW)
+    space = search_space(SHAPE, 4, WINDOW, hardware=SMALL, batch_tokens=4 * WINDOW)
     for job in jobs_in_all_layouts(space, preset, lengths):
         plan = next(StepPlanner(job, lengths).plans())
         whole = replace(plan, ranks=(plan.micro_batches,))
