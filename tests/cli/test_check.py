@@ -68,13 +68,13 @@ def test_the_layout_that_is_given_is_said_with_whether_it_fits(even):
     assert "); each system in its own fastest layout; 1 step per shuffle" in printed(*asked, "--gpus", 2)
     partly = printed(*asked, "--gpus", 2, "--pp", 1)
     assert "each system in its own fastest layout with pp 1; 1 step" in partly
-    partly = printed(*asked, "--pp", 2, "--tp", 1)
+    partly = printed(*asked, "--dp", 2, "--pp", 2, "--tp", 1)
     assert "--gpus 64" in partly
-    assert "fastest layout with pp 2, tp 1; 1 step" in partly
+    assert "fastest layout with dp 2, pp 2, tp 1; 1 step" in partly
     given = printed(*asked, "--dp", 1, "--pp", 1, "--cp", 1, "--tp", 1)
     assert "every system in the given layout, except plain-4d tuned and balanced tuned; 1 step" in given
     assert "does not fit the memory" not in given
-    sizes = ("--dp", 1, "--cp", 1, "--tp", 8, "--pp", 1, "--steps", 1)
+    sizes = ("--dp", 1, "--cp", 1, "--tp", 2, "--pp", 1, "--steps", 1)
     large = printed("check", even, "--context-window", "4K", "--model", "70b", *TWO, *sizes)
     assert "over the memory of these GPUs, which the figures ignore: plain-4d, balanced" in large
 
@@ -113,10 +113,9 @@ def test_a_job_that_runs_today_is_described_by_its_layout_weights_recomputation_
 
 
 def test_layouts_are_called_host_bound_where_kernels_take_no_longer_than_their_launches():
-    tiny = ("check", "synthetic:1500:4K:0", "--model", "tiny", "--batch-tokens", "64K", "--gpus", 2, *TWO, "--steps", 1)
-    assert "host-bound: a block takes a GPU (plain-4d 0." in printed(*tiny)
-    large = ("check", "synthetic:1500:4K:0", "--model", "7b", "--batch-tokens", "64K", "--gpus", 2, *TWO, "--steps", 1)
-    assert "host-bound" not in printed(*large)
+    asked = ("check", "synthetic:1500:4K:0", "--batch-tokens", "64K", "--gpus", 2, "--pp", 1, *TWO, "--steps", 1)
+    assert "host-bound: a block takes a GPU (plain-4d 0." in printed(*asked, "--model", "tiny")
+    assert "host-bound" not in printed(*asked, "--model", "7b")
 
 
 @pytest.fixture

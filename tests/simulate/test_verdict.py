@@ -21,7 +21,7 @@ LENGTHS = sample_lengths(2000, WINDOW, seed=1)
 
 @pytest.fixture(scope="module")
 def found() -> Estimate:
-    space = search_space("550m", 4, WINDOW, LENGTHS, batch_tokens=16 * WINDOW, fixed={"cp": 2})
+    space = search_space("550m", 4, WINDOW, LENGTHS, batch_tokens=16 * WINDOW, fixed={"cp": 2, "tp": 1})
     return estimate(space, LENGTHS, (BASELINE, BALANCED, PER_DOCUMENT), 4, source="lengths.json")
 
 

@@ -104,7 +104,7 @@ def plans(draw: st.DrawFn) -> tuple[StepPlan, int, int]:
     return plan_of(*draw(st.lists(st.tuples(ranks, document), min_size=1, max_size=8))), groups * together, together
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(plans())
 def test_every_call_of_any_lists_can_be_made(drawn: tuple[StepPlan, int, int]) -> None:
     plan, ranks, together = drawn
