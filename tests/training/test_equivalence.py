@@ -6,7 +6,8 @@ plain model computes in one process from one segment at a time, with the referen
 segment is a whole document, except under ``sequential``, which cuts documents at the context window: there the oracle
 runs the same pieces, because a cut document is trained as its pieces.
 
-Every other step of a pipeline runs operations in an order drawn at random, another one on each data-parallel rank.
+Every other step of a pipeline runs operations in an order drawn at random, another one on each data-parallel rank. Its
+output head is on the last stage, and dealt.
 Level steps are planned and drawn at random, so that every rank runs micro-batches of its own beside those it shares.
 
 Documents cut into slices go through two stages, forward in order and backward in reverse.
