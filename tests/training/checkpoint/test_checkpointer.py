@@ -152,7 +152,7 @@ def test_resuming_changes_nothing(straight, key, tmp_path):
         ("dp level", "pools balanced"),
         ("pp slices", "alone whole"),
         ("pp slices", "dealt slices"),
-        exhaustive("dealt", "interleaved"),
+        exhaustive("dealt", "interleaved"),  # test_export reads such a checkpoint as a whole model
         exhaustive("dp level", "cp-tp level"),
     ],
 )
