@@ -140,7 +140,7 @@ def train_on(module: Transformer, length: int, routing: Routing | None = None) -
 
 
 def graphs() -> int:
-    return counters["stats"]["unique_graphs"]
+    return int(counters["stats"]["unique_graphs"])
 
 
 @pytest.mark.usefixtures("nothing_is_compiled")
