@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +33,15 @@ LONGEST = (
 # Before torch is imported, here and in programs: models this small lose far more to thread switches than threads win.
 os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()  # while tests are collected: what they import stays, and searching it takes as long as importing it
+
+
+@pytest.fixture(scope="module")
+def kernels_launched_at_once() -> Iterator[None]:
+    """Without the time of launching kernels, which would hide everything else in the smallest jobs."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_HOST_SECONDS", "_HOST_SECONDS_TP"):
+            patch.setattr(f"wlb.workload.costs.{name}", 0.0)
+        yield
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -43,6 +43,7 @@ def test_drawn_losses_are_those_of_the_verdict(preset, layout):
         assert drawn == pytest.approx(line.lost, abs=0.002) if "pp" not in layout else drawn >= line.lost - 0.002
 
 
+@pytest.mark.usefixtures("kernels_launched_at_once")
 def test_waiting_inside_a_micro_batch_is_drawn_as_waiting():
     simulated = decide(job("plain-4d", cp=4, dp=2), documents())
     line = timeline(next(StepPlanner(simulated, documents()).plans()), simulated)

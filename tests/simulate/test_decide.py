@@ -146,7 +146,7 @@ def test_pools_fit_wherever_any_do_and_hardly_any_are_faster(seed: int):
 
 
 def test_grouping_is_decided_where_pools_are_given():
-    job = simulated_job("tiny", WINDOW, pp=2, micro_batches=4, packing={"rank_micro_batches": 4})
+    job = simulated_job("tiny", WINDOW, pp=2, micro_batches=4, packing={"rank_micro_batches": 4}, head="last")
     job = replace(job, layout=replace(job.layout, pool=1))
     assert not job.pools_decided
     decided = decide(job, np.full(100, WINDOW))

@@ -78,7 +78,7 @@ class LevelPrices:
         """Seconds of a one-rank micro-batch outside attention: a fixed part, and a part per token."""
         lengths = np.array([max(1, self.max_tokens // 2), max(2, self.max_tokens)])
         rest = self.shared(lengths, 1) - self._attention(lengths) - self._drain(lengths)
-        token = float(rest[1] - rest[0]) / int(lengths[1] - lengths[0])
+        token = max(0.0, float(rest[1] - rest[0]) / int(lengths[1] - lengths[0]))  # 0 if launching takes longer
         return max(0.0, float(rest[1]) - token * int(lengths[1])), token
 
     def _attention(self, lengths: NDArray[np.int64]) -> Seconds:

@@ -8,10 +8,6 @@ from wlb.simulate.space import PINNED
 from wlb.simulate.verdict import BASELINE, PARTS, PER_DOCUMENT, VARIANTS, Verdict
 from wlb.terminal import number_of
 
-# For the kernels of a block, forward and backward, in one micro-batch: some 80 launches of fused kernels at 10 to 15
-# microseconds (derived by counting). Hugging Face's Trainer took 4.3 ms (quoted: 0.12 s for 28 blocks of Qwen3 1.7B).
-HOST_SECONDS = 1e-3
-
 _STACKS = {
     BASELINE: "micro-batches are windows of one length, which documents are cut to fill; cp ranks share each as one "
     "sequence (torch, torchtitan)",
@@ -64,16 +60,15 @@ def _of_experts(verdict: Verdict) -> list[str]:
 
 
 def _host_bound(verdict: Verdict) -> list[str]:
-    """The line for layouts in which the host may take longer to launch kernels than the GPU to run them."""
-    seconds = {name: system.block_seconds for name, system in verdict.systems.items()}
-    bound = {name: one for name, one in seconds.items() if one < HOST_SECONDS}
-    if not bound:
-        return []
-    listed = ", ".join(f"{name} {1e3 * one:.1f} ms" for name, one in bound.items())
-    return [
-        f"host-bound: a block takes a GPU ({listed}) about as long as a host needs to launch its kernels "
-        f"({1e3 * HOST_SECONDS:.0f} ms), which is not simulated; expect fewer tokens per second, and other speedups"
-    ]
+    """The line for layouts in which a host takes longer to launch the kernels of a block than a GPU to run them."""
+    bound = []
+    for name, system in verdict.systems.items():
+        launching = sum(float(system.job.costs.host_seconds(1, phase)) for phase in ("forward", "backward"))
+        if (block := launching / system.job.shape.layers) > system.block_seconds:
+            bound.append(
+                f"{name} {1e3 * system.block_seconds:.1f} ms, and a host {1e3 * block:.1f} ms to launch its kernels"
+            )
+    return [f"host-bound: a block takes a GPU ({'; '.join(bound)}), which is simulated roughly"] if bound else []
 
 
 def columns_of(verdict: Verdict) -> dict[str, list[str]]:

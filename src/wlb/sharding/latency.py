@@ -157,10 +157,11 @@ def _group_phases(
     shards: Shards, blocks: Phases, costs: Costs, modelled: Container[str], together: Callable[[Seconds], Seconds]
 ) -> Phases:
     exchange, forward, backward = _beside_attention(shards, blocks, costs, modelled)
+    launching, launching_backward = (costs.host_seconds(shards.tokens, phase) for phase in ("forward", "backward"))
     own, parts, kept, ahead = shards.own_share * shards.attention_forward, shards.parts, shards.kept, 1.0
     attending = attending_seconds(own, shards.attention_forward - own, exchange, parts)
     if "recomputation" in modelled and costs.recomputed != "none":
-        backward = backward + forward
+        backward, launching_backward = backward + forward, launching_backward + launching
         if costs.recomputed == "full":
             backward = backward + attending
             kept = np.ones_like(kept)  # kept from the second forward
@@ -170,7 +171,8 @@ def _group_phases(
     received = shards.attention_backward - own
     again = attending_again(own, received, exchange, parts, backward * ahead)
     attending_backward = np.where(kept[..., None], attending_seconds(own, received, exchange, parts), again)
-    return Phases(together(attending + forward), together(attending_backward + backward))
+    forward, backward = attending + forward, attending_backward + backward
+    return Phases(together(np.maximum(forward, launching)), together(np.maximum(backward, launching_backward)))
 
 
 def _beside_attention(

@@ -13,7 +13,7 @@ documents are tried with the best choice, because they exchange less.
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -45,10 +45,9 @@ from wlb.workload.base import Checkpointing, DocumentPrices
 
 _WINDOWS = 256  # of a step; for a larger global batch, a part of it decides
 _FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
-_SLICED_FILLINGS = (2, 3, 4, 6, 8)  # the same with slices
+_SLICED_FILLINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # the same with slices
 _FEWEST = (1, 1.15, 1.5)  # times the fewest micro-batches that fit, if the usual numbers do not fit into memory
-_LEAST_WINDOWS = 0.5  # in a mean micro-batch
-_LEAST_SLICED = 0.125  # the same where long documents are cut and memory does not hold more
+_LEAST_WINDOWS, _LEAST_SLICED = 1 / 2, 1 / 32  # in a mean micro-batch, and where long documents are cut
 _FEWER_BUBBLES = 0.1  # share of bubbles saved by light micro-batches at both ends; measured on random jobs
 _FORWARD_SHARE = 0.3  # of the computing of a micro-batch: just under a third if attention takes most of it
 # A choice is simulated for _FIRST windows, and for _MOST if it is still ahead, in at most _STEPS steps with at most
@@ -89,14 +88,14 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False) -> Jo
     context-parallel groups. Raises ``UserError`` if given pools cannot run, if no pools can, or if L_max is "auto" and
     memory does not hold one context window. Pools and an L_max that do not fit into memory are not refused.
     """
-    job = with_stages(job, lengths)
+    jobs = [with_stages(one, lengths) for one in with_heads(job)] if len(lengths) else [job]
     if lock_step and job.levels_steps:
         raise UserError(
             "grouping = 'level' gives each rank its own number of micro-batches, which this loop cannot run; "
             "leave it out"
         )
-    if not job.pools_decided:
-        job = _with_pools(job, lengths, lock_step)
+    if len(jobs) > 1 or not job.pools_decided:
+        job = _with_pools(jobs, lengths, lock_step)
     decided = by_memory(job)
     if not job.packing.is_balanced and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
         raise UserError(problem)
@@ -109,6 +108,13 @@ def by_memory(job: Job) -> Job:
     if job.packing.max_length_factor != "auto":
         return job
     return job.with_length_factor(largest_factor(job) or job.least_length_factor)
+
+
+def with_heads(job: Job) -> list[Job]:
+    """``job`` with its output head on the last stage and dealt, if that is open; or only as it is."""
+    if job.layout.pp == 1 or job.layout.head != "auto" or not job.packing.is_balanced:
+        return [job]
+    return [replace(job, layout=replace(job.layout, head=head)) for head in ("dealt", "last")]
 
 
 def with_stages(job: Job, lengths: DocumentLengths) -> Job:
@@ -244,16 +250,18 @@ def _whole_documents(choice: Choice, lengths: DocumentLengths, prices: DocumentP
     return min(choice, _simulated(choice._replace(rounds=1, job=whole, number=-1), lengths, prices))
 
 
-def _with_pools(job: Job, lengths: DocumentLengths, lock_step: bool) -> Job:
-    """``job`` with the pools that are given, or with the fastest."""
+def _with_pools(jobs: Sequence[Job], lengths: DocumentLengths, lock_step: bool) -> Job:
+    """The fastest of ``jobs``, which differ in where the head is, with the pools that are given or the fastest."""
+    job = jobs[0]
     layout, given = job.layout, job.packing.rank_micro_batches
-    if layout.pool is not None and given != "auto":
+    if len(jobs) == 1 and layout.pool is not None and given != "auto":
         return job.with_pools(_usual_grouping(job), layout.pool, given)
     if job.packing.grouping == "level":  # leaves no choice, and a stream has no lengths to simulate
         return job.with_pools("level", layout.dp_cp)
     choices, may_be_whole = partial(pool_choices, lengths=lengths, lock_step=lock_step), job.packing.grouping == "auto"
     settings: dict[str, Any] = {"exceeding": True, "may_be_whole": may_be_whole}
-    search = fastest_first([Choice.open(job, 0.0, 0)], choices, lengths, job.work_prices, **settings)
+    waiting = [Choice.open(one, 0.0, number) for number, one in enumerate(jobs)]
+    search = fastest_first(waiting, choices, lengths, job.work_prices, **settings)
     if found := next(search, None):
         return found.job
     if given != "auto":
@@ -284,14 +292,12 @@ def _with_counts(job: Job, size: int) -> list[Job]:
     slices = _usual_grouping(job) == "slices"
     if (given := job.packing.rank_micro_batches) != "auto":
         return _that_run(job, size, [given])
-    most, most_sliced = (
-        int(min(job.global_batch / least, MOST_MICRO_BATCHES) / pools) for least in (_LEAST_WINDOWS, _LEAST_SLICED)
-    )
+    most = int(min(job.global_batch / (_LEAST_SLICED if slices else _LEAST_WINDOWS), MOST_MICRO_BATCHES) / pools)
     of_part = [round(filling * pp) for filling in (_SLICED_FILLINGS if slices else _FILLINGS)]
     counts = [-(-one * parts // pp) * pp if parts > 1 else one for one in of_part]  # a pipeline may need whole rounds
     counts = [one for one in counts if one <= most] or counts[:1]
     usual = _that_run(job, size, counts)
-    more = range(-(-counts[-1] // pp) * pp, (most_sliced if slices else most) + 1, pp)
+    more = range(-(-counts[-1] // pp) * pp, most + 1, pp)
     if any(holds(one) for one in (usual[:1] + usual[-1:])):  # the fewest need no gathered gradients, the most least
         return usual
 
@@ -336,7 +342,7 @@ def _part_of(job: Job) -> Job:
 
 
 class _LeastSeconds:
-    """Lower bounds of pools of ``job``: ranks share the work evenly and exchange nothing."""
+    """Lower bounds of pools of ``job``: ranks of a stage share the work evenly and exchange nothing."""
 
     def __init__(self, job: Job, lengths: DocumentLengths) -> None:
         self._known = dict[tuple[int, str], float]()
@@ -372,6 +378,9 @@ class _LeastSeconds:
         if job.plans_operations:  # gradients of weights fill the time of draining
             filling *= _FORWARD_SHARE if job.splits_backward else 1.0
             steps = replace(steps, modelled=steps.modelled - {"bubbles"})
+            of_stages = steps.stages.both[0, 0].sum(axis=1)
+            busy = [of_stages[mine].sum() for mine in layout.rank_stages]
+            filling = (1 + filling) * max(1.0, max(busy) * layout.pp / (sum(busy) + float(steps.heads.sum()))) - 1
         seconds = float(steps.seconds[0]) * (1 + filling * job.plans_operations)
         return (1 - _FEWER_BUBBLES * filling / (1 + filling)) * seconds * self._steps / self._work
 

@@ -39,6 +39,7 @@ from wlb.simulate.decide import (
     pool_choices,
     simulated_steps,
     warm_up,
+    with_heads,
     with_stages,
 )
 from wlb.simulate.job import preset_sections, simulated_job
@@ -167,13 +168,13 @@ def least_seconds(job: Job, steps: Sequence[Packed]) -> float:
     its pipeline.
     """
     layout = job.layout
-    dealt = job.packing.method == "sequential" and job.packing.assignment == "arrival"
+    in_turn = job.packing.method == "sequential" and job.packing.assignment == "arrival"
     share = np.array([job.stage_shares[mine].sum() for mine in layout.rank_stages])
-    has_head = np.array([layout.stages - 1 in mine for mine in layout.rank_stages])
+    has_head = np.array([job.head_shares[mine].sum() for mine in layout.rank_stages])
     of_steps = [step.blocks_and_heads(job) for step in steps]
-    if not dealt:
+    if not in_turn:
         blocks, head = (sum(float(each.sum()) for each in of_all) for of_all in zip(*of_steps, strict=True))
-        return float((share * blocks + has_head * head).max() / layout.dp_cp)
+        return max(float((share * blocks + has_head * head).max()), (blocks + head) / layout.pp) / layout.dp_cp
     seconds = 0.0
     for of_blocks, of_head in of_steps:
         dealt_to = [slice(rank, None, layout.pools) for rank in range(layout.pools)]
@@ -190,7 +191,8 @@ def layout_of(job: Job) -> str:
     experts = f" ep {layout.ep}" if layout.ep > 1 else ""
     order = "" if layout.schedule == "auto" else f" {layout.schedule}"
     gathering = "" if layout.keeps_weights else ", weights gathered again"
-    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}{experts}{order}{gathering}"
+    head = ", head dealt" if layout.deals_head else ""
+    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}{experts}{order}{head}{gathering}"
 
 
 def meshes(space: SearchSpace) -> Iterator[Layout]:
@@ -212,11 +214,7 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
 
 
 def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
-    """The layouts to try. With pools, cp is the smallest pool size, so one layout with cp 1 covers all sizes.
-
-    For packers that plan the order of a pipeline's operations, every pipeline is also tried with 1F1B, which needs less
-    memory.
-    """
+    """The layouts to try. With pools, cp is the smallest pool size, so one layout with cp 1 covers all sizes."""
     if space.layout is not None:
         yield space.layout
         return
@@ -233,8 +231,6 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
             for ep in _expert_groups(space, layout, given):
                 yield replace(layout, schedule=schedule, weights=weights, ep=ep)
-                if pooled and layout.pp > 1 and schedule == "auto":
-                    yield replace(layout, schedule="1f1b" if layout.virtual_pp == 1 else "interleaved_1f1b", ep=ep)
 
 
 def _expert_groups(space: SearchSpace, layout: Layout, given: int | None) -> list[int]:
@@ -261,15 +257,21 @@ def _jobs(space: SearchSpace, preset: str) -> Iterator[Job]:
             continue
         job = job_on(space, preset, layout, **{"micro_batch_windows": together} if together > 1 else {})
         if job is not None:
-            yield job
+            yield from with_heads(job)
 
 
 def _micro_batch_windows(space: SearchSpace) -> list[int]:
-    """The numbers of windows in a micro-batch to try: those given, else one; experts also gain from more tokens."""
+    """The numbers of windows in a micro-batch to try: those given, else one.
+
+    Experts gain from more tokens, and so do blocks that a GPU computes faster than a host launches their kernels.
+    """
     if space.micro_batch_windows is not None:
         return [space.micro_batch_windows]
-    most = 1 if space.shape.experts is None else max(1, _MOST_TOKENS // space.context_window)
-    return [windows for windows in (1, 2, 4, 8) if windows <= most]
+    one, prices = space.context_window, space.work_prices
+    launching = sum(float(prices.host_seconds(one, phase)) for phase in ("forward", "backward"))
+    gains = space.shape.experts is not None or float(prices.blocks_seconds(one)) < launching
+    most = max(1, _MOST_TOKENS // one) if gains else 1
+    return [windows for windows in (1, 2, 4, 8, 16) if windows <= most]
 
 
 def job_on(space: SearchSpace, system: str, layout: Layout, **packing: Any) -> Job | None:

@@ -198,7 +198,7 @@ class Steps(StepSeconds):
 
         Context-parallel ranks are compared in each micro-batch, data-parallel and pipeline ranks over a step.
         """
-        groups, taken = self.micro_batch_seconds, self.stages.both.sum(axis=2)
+        groups, taken = self.micro_batch_seconds, self.stages.both.sum(axis=2) + self.heads
         return {
             "gpus": slowest_over_mean(self.gpu_seconds, (1, 2, 3)),
             "cp": groups.max(axis=3).sum(axis=(1, 2)) / groups.mean(axis=3).sum(axis=(1, 2)),

@@ -5,6 +5,7 @@ Every term is a number of seconds over all layers, for the tokens of one context
     attention          pair * (attended query-key pairs) + padding * tokens, for each piece of a document
     drain              keys of the longest document: the last tiles of a forward leave most of a GPU idle
     blocks, head       token * tokens, at least the time of reading the weights; plus a fixed cost of experts
+    host               what a CPU needs to launch the kernels of all blocks; blocks and attention take at least that
     tp collectives     gathering and reducing the residual stream over tensor-parallel ranks
     expert exchange    sending tokens to the ranks of their experts and back, under expert parallelism
     K/V exchange       keys and values of other context-parallel ranks, their gradients, and copies in memory
@@ -63,6 +64,10 @@ _MERGED = {"forward": 17.0, "backward": 13.0}
 # Less if a segment is alone: its rows are contiguous, so queries are not picked, and everything is added in place.
 _SENT_ALONE = {"forward": 4.0, "backward": 5.0}
 _MERGED_ALONE = {"forward": 11.0, "backward": 3.0}
+# For launching the kernels of a block, forward and backward, in one micro-batch: some 80 fused kernels at 10 to 15
+# microseconds (derived by counting); with tensor parallelism PyTorch also dispatches DTensors (measured on a CPU core:
+# ``python -m benchmarks.host_time``). Hugging Face's Trainer took 4.3 ms (quoted: 0.12 s for 28 blocks of Qwen3 1.7B).
+_HOST_SECONDS, _HOST_SECONDS_TP = 1e-3, 3e-3
 _ENDS = 0.5  # collectives of embedding and output head together, in blocks
 # The next three are fitted by studies' fit_prices.py.
 # A grouped product also sorts, pads and casts the tokens of its experts, in bf16 whatever the type: it costs as much as
@@ -189,6 +194,16 @@ class Costs:
             return self._share * self.profile.linear_seconds(tokens, phase) * self._head_share(phase)
         weights = self.shape.vocab_size * self.shape.hidden
         return self._at_least_moving(weights, tokens, self._rates[phase].head_token, phase)
+
+    def host_seconds(self, tokens: ArrayLike, phase: Direction) -> Seconds:
+        """The least seconds of all blocks, attention included, because a host launches their kernels; 0 on CPUs.
+
+        Part of what a profile measured.
+        """
+        launches = self.hardware.device_type == "cuda" and self.profile is None
+        block = launches * (_HOST_SECONDS if self.tp == 1 else _HOST_SECONDS_TP) / (1 + LINEAR_BACKWARD_FACTOR)
+        factor = 1.0 if phase == "forward" else LINEAR_BACKWARD_FACTOR
+        return np.where(np.asarray(tokens) > 0, self.shape.layers * factor * block, 0.0)
 
     def weight_seconds(self, tokens: ArrayLike, part: Literal["blocks", "head"]) -> Seconds:
         """The part of a backward of blocks or head that computes gradients of weights, which no other stage needs.
