@@ -84,19 +84,21 @@ def check_built(shape: ModelShape) -> None:
 class Transformer(nn.Module):
     """The blocks ``layers`` of a decoder, with the embedding if the first is among them and the head if the last is.
 
-    ``head`` is for dealt heads: if given, no forward ends with one, and it says whether the module has one for
-    ``scores``.
+    ``dealt_heads`` is for dealt heads, whose ``scores`` no forward ends with: the number of modules that have one if
+    this has, and else 0.
     """
 
-    def __init__(self, config: TransformerConfig, layers: range | None = None, *, head: bool | None = None) -> None:
+    def __init__(
+        self, config: TransformerConfig, layers: range | None = None, *, dealt_heads: int | None = None
+    ) -> None:
         super().__init__()
         shape = config.shape
         check_built(shape)
         layers = range(shape.layers) if layers is None else layers
         self.config = config
         self.is_first, self.is_last = layers.start == 0, layers.stop == shape.layers
-        self.ends_with_head, self.has_dealt_head = self.is_last and head is None, bool(head)
-        holds_head = self.ends_with_head or self.has_dealt_head
+        self.ends_with_head, self.dealt_heads = self.is_last and dealt_heads is None, dealt_heads
+        holds_head = self.ends_with_head or bool(dealt_heads)
         holds_embedding = self.is_first or (holds_head and config.tied_embeddings)
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden) if holds_embedding else None
         self.layers = nn.ModuleDict({str(layer): Block(config, layer) for layer in layers})

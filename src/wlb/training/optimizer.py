@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from wlb.job.config import TrainingConfig
 from wlb.models.transformer import Transformer
-from wlb.training.parallel.pipeline import is_second_copy
+from wlb.training.parallel.pipeline import copies_of
 
 _FINAL_FRACTION = 0.1  # of the peak learning rate, at the end of the decay
 _DECAY_FRACTION = 0.2  # of all steps, the last ones, in which wsd decays
@@ -82,9 +82,8 @@ def _share(stage: nn.Module, parameter: Tensor) -> float:
 
     All tensor-parallel ranks hold the weights that they do not split, and several stages may hold a head or embedding.
     """
-    if isinstance(stage, Transformer) and is_second_copy(stage, parameter):
-        return 0.0
+    copies = copies_of(stage, parameter) if isinstance(stage, Transformer) else 1
     if not isinstance(parameter, DTensor):
-        return 1.0
+        return 1 / copies
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return 1 / math.prod(size for size, placement in sizes if placement.is_replicate())
+    return 1 / (copies * math.prod(size for size, placement in sizes if placement.is_replicate()))

@@ -6,14 +6,11 @@ Ranks of the last stage sum the losses of tokens in float64, separately for ever
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import record_function
 
 from wlb.packing.plan import MicroBatch
@@ -74,8 +71,7 @@ class Evaluator:
         scores = self._forward(batch)
         if scores is None:
             return
-        with loss_parallel() if isinstance(scores, DTensor) else nullcontext():  # scores may be split by vocabulary
-            losses = token_losses(scores, batch.labels)
+        losses = token_losses(scores, batch.labels)
         if model.mesh.rank("tp") != 0:  # the others computed the same
             return
         assert batch.attention is not None

@@ -15,12 +15,14 @@ class JobMesh:
 
     Weights are sharded over ``weights``, which joins dp and cp into one dimension, because context-parallel ranks see
     different tokens and the same weights, just as data-parallel ranks do. Under expert parallelism ``experts`` has the
-    same processes as pp x efsdp x ep: experts are divided over ep, and the weights of each sharded over efsdp.
+    same processes as pp x efsdp x ep: experts are divided over ep, and the weights of each sharded over efsdp. If this
+    process has a dealt head, ``heads`` are the processes that differ from it in ``pp`` only and have one too.
     """
 
     work: DeviceMesh
     weights: DeviceMesh
     experts: DeviceMesh | None = None
+    heads: dist.ProcessGroup | None = None
 
     def rank(self, dimension: str) -> int:
         """This process's rank in a dimension of ``work``."""
@@ -45,11 +47,15 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
     if layout.ep > 1:
         sizes = layout.pp, layout.dp_cp * layout.tp // layout.ep, layout.ep
         experts = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "efsdp", "ep"))
-    mesh = JobMesh(work, work["dp", "cp"]._flatten("dp_cp"), experts)
+    heads = None
+    if layout.deals_head and work.get_local_rank("pp") in layout.head_stages:
+        ranks = dist.get_process_group_ranks(work.get_group("pp"))
+        heads = dist.new_group([ranks[rank] for rank in layout.head_stages], use_local_synchronization=True)
+    mesh = JobMesh(work, work["dp", "cp"]._flatten("dp_cp"), experts, heads)
     # NCCL sets up a group in its first call, in which all ranks must take part. In a step it might be an exchange among
     # some of them, or of ranks that wait for each other elsewhere, so every group makes it here.
     sharded = [mesh.weights.get_group()] + ([experts.get_group(name) for name in ("efsdp", "ep")] if experts else [])
-    for group in [dist.group.WORLD, *sharded, *map(mesh.group, ("cp", "pp", "tp"))]:
+    for group in [dist.group.WORLD, *sharded, *map(mesh.group, ("cp", "pp", "tp")), *([heads] if heads else [])]:
         if dist.get_world_size(group) > 1:
             dist.all_reduce(torch.zeros(1, device=device_type), group=group)
     return mesh

@@ -50,7 +50,7 @@ def build_stage_modules(
 ) -> list[Transformer]:
     """Build this rank's pipeline stages, sharded and initialised: stage ``pp_rank`` and every pp-th after it.
 
-    If the output head is dealt, the first of them holds this rank's copy.
+    If the output head is dealt, the first of them holds this rank's copy, if it has one.
     Weights, optimizer state and reduced gradients have the ``master_dtype``. Initial weights depend on ``seed`` alone;
     with None the memory stays uninitialised, for weights that will be loaded.
     """
@@ -58,8 +58,8 @@ def build_stage_modules(
     modules = []
     for stage in range(mesh.rank("pp"), layout.stages, layout.pp):
         with torch.device("meta"):
-            head = stage < layout.pp if layout.deals_head else None
-            module = Transformer(config, splits[stage], head=head).to(master_dtype(execution.dtype))
+            heads = (stage in layout.head_stages) * len(layout.head_stages) if layout.deals_head else None
+            module = Transformer(config, splits[stage], dealt_heads=heads).to(master_dtype(execution.dtype))
         if layout.tp > 1:
             apply_tensor_parallel(module, mesh.work["tp"])
         if mesh.experts is not None:

@@ -9,8 +9,8 @@ cannot change a gradient. Routers add losses of their own to the gradients (``wl
 accumulate over micro-batches and are summed over ranks once per step.
 """
 
+import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 
 from wlb.models.experts import Routing
 from wlb.models.transformer import Transformer
@@ -94,24 +93,23 @@ class PipelineRunner:
         """
         batches, loss_tokens = [batch.to(self._execution.device) for batch in batches], max(loss_tokens, 1)
         self.routed = [Routing(batch.own_tokens, *router_losses) for batch in batches]
-        with loss_parallel() if self._mesh.size("tp") > 1 else nullcontext():
-            if self._pipeline is None:
-                (module,), kept = self._modules, self._layout.keeps_weights
+        if self._pipeline is None:
+            (module,), kept = self._modules, self._layout.keeps_weights
 
-                def loss_of(batch: Batch) -> Tensor:
-                    return _LOSS(module(batch.tokens, **_keywords(batch, next(routings))), batch.labels, loss_tokens)
+            def loss_of(batch: Batch) -> Tensor:
+                return _LOSS(module(batch.tokens, **_keywords(batch, next(routings))), batch.labels, loss_tokens)
 
-                routings = iter(self.routed)
-                how: dict[str, Any] = {"calibration": self._calibration, "measuring": self._clock.measuring}
-                losses = run_batches(module, batches, loss_of, keep_weights=kept, **how)
-            else:
-                mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
-                rows = [len(batch.tokens) // self._mesh.size("tp") for batch in batches]
-                targets = [(index, batch.labels, loss_tokens) for index, batch in enumerate(batches)]
-                keywords = [*map(_keywords, batches, self.routed)]
-                inputs = [batch.tokens for batch in batches], rows, keywords, targets
-                losses = run_order(self._pipeline, mine, *inputs)
-                sum_copied_gradients(self._modules, self._mesh.group("pp"))
+            routings = iter(self.routed)
+            how: dict[str, Any] = {"calibration": self._calibration, "measuring": self._clock.measuring}
+            losses = run_batches(module, batches, loss_of, keep_weights=kept, **how)
+        else:
+            mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
+            rows = [len(batch.tokens) // self._mesh.size("tp") for batch in batches]
+            targets = [(index, batch.labels, loss_tokens) for index, batch in enumerate(batches)]
+            keywords = [*map(_keywords, batches, self.routed)]
+            inputs = [batch.tokens for batch in batches], rows, keywords, targets
+            losses = run_order(self._pipeline, mine, *inputs)
+            sum_copied_gradients(self._modules, self._mesh)
         self.losses = [loss.detach() for loss in losses]
         # A new tensor every time, even without losses, because the caller may reduce it in place.
         nothing = torch.zeros((), dtype=master_dtype(self._execution.dtype), device=self._execution.device)
@@ -132,25 +130,33 @@ def _keywords(batch: Batch, routing: Routing) -> dict[str, Any]:
     return {"positions_T": batch.position_ids, "attend": attend, "routing": routing}
 
 
-def sum_copied_gradients(stages: Sequence[Transformer], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of weights that several ranks of ``group`` hold (``copied_weights``) over their copies.
+def sum_copied_gradients(stages: Sequence[Transformer], mesh: JobMesh) -> None:
+    """Sum the gradients of weights that several pipeline ranks hold over their copies.
 
+    Those are a dealt head, and a tied embedding: with a dealt head on all ranks, and else on the first and last stage.
     Copies start equal, because initial values follow from the name. Each has the gradient of its own use, and all get
-    the sum, as in Megatron-LM, so they stay equal to the last bit. ``group`` holds the pipeline ranks in order; all of
-    them call this when gradients are complete.
+    the sum, as in Megatron-LM, so they stay equal to the last bit. All ranks call this when gradients are complete.
     """
-    copied = [(stage, weight.grad) for stage in stages for weight in copied_weights(stage)]
-    for stage, grad in copied:
-        mine = grad.to_local() if isinstance(grad, DTensor) else grad
-        if mine is None or mine.numel() == 0:  # the other copies are sharded alike
-            continue
-        if stage.has_dealt_head:
-            dist.all_reduce(mine, group=group)
-        else:
-            _add_other_end(mine, group)
+    for stage in stages:
+        if stage.head is not None and stage.dealt_heads:
+            for of_head in stage.head.parameters():
+                _sum(of_head, mesh.heads)
+        for tied in stage.tied_VD if stage.dealt_heads is not None or stage.is_first != stage.is_last else ():
+            _sum(tied, mesh.group("pp"), ends_only=stage.dealt_heads is None)
 
 
-def _add_other_end(mine: Tensor, group: dist.ProcessGroup) -> None:
+def _sum(weight: Tensor, group: dist.ProcessGroup | None, *, ends_only: bool = False) -> None:
+    """Sum the gradient of ``weight`` over ``group``, or over its first and last rank."""
+    mine = weight.grad.to_local() if isinstance(weight.grad, DTensor) else weight.grad
+    if mine is None or mine.numel() == 0:  # the other copies are sharded alike
+        return
+    if ends_only:
+        _add_other_end(mine, group)
+    else:
+        dist.all_reduce(mine, group=group)
+
+
+def _add_other_end(mine: Tensor, group: dist.ProcessGroup | None) -> None:
     """Add up the tensors of the first and the last rank of ``group``, which both call this."""
     last = dist.get_world_size(group) - 1
     peer = last - dist.get_rank(group)
@@ -164,16 +170,9 @@ def _add_other_end(mine: Tensor, group: dist.ProcessGroup) -> None:
     mine += others
 
 
-def copied_weights(stage: Transformer) -> list[Tensor]:
-    """The weights of ``stage`` that other pipeline ranks hold as well.
-
-    All have a dealt head, and the embedding tied to it. Otherwise a tied embedding is on the first and the last stage.
-    """
-    if stage.head is not None and stage.has_dealt_head:
-        return [*stage.head.parameters(), *stage.tied_VD]
-    return [*stage.tied_VD] if stage.is_first != stage.is_last else []
-
-
-def is_second_copy(stage: Transformer, parameter: Tensor) -> bool:
-    """Whether ``parameter`` is a copy of a weight that the first stage holds."""
-    return not stage.is_first and any(parameter is weight for weight in copied_weights(stage))
+def copies_of(stage: Transformer, parameter: Tensor) -> float:
+    """The number of copies of ``parameter`` of ``stage``, or infinity if the first stage has it and this one copies."""
+    if any(parameter is weight for weight in stage.tied_VD):
+        return 1 if stage.is_first else math.inf
+    is_dealt = stage.head is not None and any(parameter is weight for weight in stage.head.parameters())
+    return stage.dealt_heads or 1 if is_dealt else 1

@@ -40,7 +40,7 @@ def apply_tensor_parallel(module: Transformer, mesh: DeviceMesh) -> None:
         mixture.tp_rank = mesh.get_local_rank()
     if module.head is not None:
         plan["head.norm"] = SequenceParallel(sequence_dim=0)
-        # Scores stay split by vocabulary, as a DTensor for ``loss_parallel``. A tied matrix is already split that way.
+        # Scores stay split by vocabulary, as a DTensor. A tied matrix is already split that way.
         own = ColwiseParallel(input_layouts=_TOKENS, output_layouts=Shard(-1), use_local_output=False)
         plan["head.output"] = _all_tokens(inputs=2) if module.config.tied_embeddings else own
     parallelize_module(module, mesh, plan)
