@@ -30,13 +30,14 @@ def _load(
         np.full(count, 20),
         np.rint(100 * np.outer(np.ones(stages), sizes)).astype(np.int64),
         np.rint(700 * sizes).astype(np.int64) if dealt else None,
+        None if weight is None else weight // 3,
     )
 
 
 def _times(lists, load: PipelineLoad) -> PipelineTimes:
-    weight = None if load.weight is None else load.weight.astype(float)
+    weight, joined = (None if of is None else of.astype(float) for of in (load.weight, load.joined))
     head = 0.0 if load.head is None else load.head
-    of_stages = load.forward.astype(float), load.backward.astype(float), weight
+    of_stages = load.forward.astype(float), load.backward.astype(float), weight, 0 if joined is None else joined
     return pipeline_times(lists, *of_stages, head=head, transfer=load.transfer)
 
 
@@ -145,10 +146,30 @@ def test_pipelines_may_deal_their_heads_differently():
         np.stack([getattr(one, name) for one in loads])[None].astype(float) for name in ("forward", "backward")
     )
     heads = np.array([[_heads(one) for one in loads]])
-    together = planned_times([lists], forward, backward, None, heads, 20)
+    together = planned_times([lists], forward, backward, None, 0, heads, 20)
     assert together.rank_ends[:, 0].T.tolist() == [
         _times(*one).rank_ends.tolist() for one in zip(lists, loads, strict=True)
     ]
+
+
+@pytest.mark.parametrize("per_rank", [1, 2])
+def test_weight_parts_run_in_a_row_where_that_saves_time(per_rank):
+    load = _load(0, 4 * per_rank, [1] * 60, splits=True, spread=0.3)
+    rows, makespans = [], []
+    for one in (load._replace(joined=None), load):
+        lists = critical_path_lists(one, [1] * 60, 4, [2000 * per_rank] * 4)
+        makespans.append(_makespan(lists, load))
+        grouped = [[*of] for of_rank in lists for key, of in itertools.groupby(of_rank, lambda op: op[::2])]
+        rows.append([len(of) for of in grouped if of[0].kind == WEIGHT])
+    assert np.mean(rows[0]) < 2 < 4 < np.mean(rows[1])
+    assert makespans[1] < 0.95 * makespans[0]
+
+
+def test_other_operations_wait_for_eight_weight_parts_in_a_row():
+    load = _load(0, 1, [1] * 40, splits=True, spread=0)
+    lists = critical_path_lists(load, [1] * 40, 1, [2000])
+    lengths = [len([*of]) for key, of in itertools.groupby(lists[0], lambda op: op[::2]) if key[1] == WEIGHT]
+    assert {*lengths[:-1]} == {8} < {*lengths}  # nothing else is left to run beside the last
 
 
 @pytest.mark.parametrize(("pp", "per_rank", "count"), [(2, 1, 4), (8, 1, 32), (4, 2, 16), (8, 4, 32), (4, 1, 3)])

@@ -1,4 +1,5 @@
 import heapq
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -6,44 +7,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.schedules.operations import BACKWARD, rank_operations
+from wlb.schedules.critical_path import PipelineLoad, _Ranks, critical_path_lists
+from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, rank_operations
 from wlb.schedules.timing import pipeline_makespan, pipeline_times
 
 
-def event_driven_makespan(schedule, forward, backward, virtual_stages, *, transfer):
+def event_driven_makespan(operations, forward, backward, weight=None, joined=None, *, transfer):
     """An oracle that knows nothing of waves: ranks as queues, messages that arrive, a clock that moves on."""
     stages, micro_batches = forward.shape
-    pp = stages // virtual_stages
-    queues = [
-        [(stage, i, kind == BACKWARD) for stage, i, kind in ops]
-        for ops in rank_operations(schedule, pp, micro_batches, virtual_stages)
-    ]
-    arrived = {(0, i, False) for i in range(micro_batches)}
-    busy = [False] * pp
+    pp = len(operations)
+    queues = [[*ops] for ops in operations]
+    arrived = {(0, i, FORWARD) for i in range(micro_batches)}
+    busy, last = [False] * pp, [(-1, "")] * pp
+
+    def seconds_of(stage, i, kind):
+        if kind == WEIGHT:
+            return weight[stage, i] - joined[stage, i] * (last[stage % pp] == (stage, kind))
+        return forward[stage, i] if kind == FORWARD else backward[stage, i] - (kind == INPUT and weight[stage, i])
+
     # When a rank has run an operation (True), or the input of one arrives at it.
-    events: list[tuple[float, bool, int, tuple[int, int, bool]]] = []
+    events: list[tuple[float, bool, int, tuple[int, int, str]]] = []
     clock = 0.0
 
     def start_what_can_start():
         for rank in range(pp):
             if queues[rank] and not busy[rank] and queues[rank][0] in arrived:
-                stage, i, is_backward = operation = queues[rank].pop(0)
-                seconds = (backward if is_backward else forward)[stage, i]
-                heapq.heappush(events, (clock + seconds, True, rank, operation))
-                busy[rank] = True
+                stage, _, kind = operation = queues[rank].pop(0)
+                heapq.heappush(events, (clock + seconds_of(*operation), True, rank, operation))
+                busy[rank], last[rank] = True, (stage, kind)
 
     start_what_can_start()
     while events:
-        clock, has_run, rank, (stage, i, is_backward) = heapq.heappop(events)
+        clock, has_run, rank, (stage, i, kind) = heapq.heappop(events)
         if not has_run:
-            arrived.add((stage, i, is_backward))
+            arrived.add((stage, i, kind))
         else:
             busy[rank] = False
-            turns = stage == stages - 1 and not is_backward
-            follower = (stage, i, True) if turns else (stage + (-1 if is_backward else 1), i, is_backward)
-            if follower[0] >= 0:
+            goes_back = BACKWARD if weight is None else INPUT
+            turns = stage == stages - 1 and kind == FORWARD
+            follower = (stage, i, goes_back) if turns else (stage + (1 if kind == FORWARD else -1), i, kind)
+            if follower[0] >= 0 and kind != WEIGHT:
                 way = transfer[i] if follower[0] % pp != rank else 0.0
                 heapq.heappush(events, (clock + way, False, rank, follower))
+            if kind == INPUT:
+                arrived.add((stage, i, WEIGHT))
         start_what_can_start()
     assert not any(queues)
     return clock
@@ -65,8 +72,26 @@ def pipelines(draw):
 @settings(deadline=None)
 @given(pipelines(), st.integers(0, 2**32))
 def test_agrees_with_an_event_driven_simulation(pipeline, seed):
-    transfer = np.random.default_rng(seed).integers(0, 4, pipeline[1].shape[1]).astype(float)
-    assert pipeline_makespan(*pipeline, transfer=transfer) == event_driven_makespan(*pipeline, transfer=transfer)
+    schedule, forward, backward, virtual_stages = pipeline
+    transfer = np.random.default_rng(seed).integers(0, 4, forward.shape[1]).astype(float)
+    operations = rank_operations(schedule, len(forward) // virtual_stages, forward.shape[1], virtual_stages)
+    expected = event_driven_makespan(operations, forward, backward, transfer=transfer)
+    assert pipeline_makespan(*pipeline, transfer=transfer) == expected
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 3), st.lists(st.integers(1, 3), min_size=1, max_size=6))
+def test_weight_parts_in_a_row_agree_with_it_too(seed, pp, per_rank, documents):
+    rng, shape = np.random.default_rng(seed), (pp * per_rank, sum(documents))
+    joined, weight, backward = rng.integers(0, 4, (3, *shape)).cumsum(axis=0)
+    forward, transfer = rng.integers(0, 6, shape), rng.integers(0, 4, shape[1])
+    load = PipelineLoad(forward, backward, weight, transfer, 1 + 0 * forward, joined=joined)
+    ranks = _Ranks(load, documents, pp, [int(rng.integers(1, 20))] * pp)
+    with mock.patch("wlb.schedules.critical_path._Ranks", return_value=ranks):
+        lists = critical_path_lists(load, documents, pp, [])
+    times = pipeline_times(lists, forward.astype(float), backward.astype(float), weight, joined, transfer=transfer)
+    assert times.rank_ends.tolist() == ranks._free  # as planned
+    assert max(ranks._free) == event_driven_makespan(lists, forward, backward, weight, joined, transfer=transfer)
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (1, 5), (2, 2), (4, 8), (8, 8), (4, 2)])

@@ -16,7 +16,7 @@ from wlb.workload import (
     model_shape,
 )
 from wlb.workload.base import Checkpointing, Direction
-from wlb.workload.costs import QUERY_TILE
+from wlb.workload.costs import PRODUCT_ROWS, QUERY_TILE
 
 PRESETS = [(model, hardware) for model in MODEL_SHAPES for hardware in HARDWARE]
 WORKLOAD = make_workload("7b", "h100")
@@ -175,3 +175,28 @@ def test_mistakes_are_named_in_one_line(make, message):
     with pytest.raises(UserError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
+
+
+@in_turn(("part", "weights"), [("blocks", 6.48e9), ("head", 32_000 * 4096)])
+def test_a_weight_part_that_joins_a_product_copies_its_rows_and_does_not_accumulate(part, weights):
+    accumulating = 2 * 4 * weights / WORKLOAD.hardware.memory_bandwidth
+    few, some, many = WORKLOAD.joined_seconds([1, 512, 8192], part)
+    assert few == pytest.approx(accumulating, rel=0.01)
+    columns = 32 * (11 * 4096 + 3 * 11_008) if part == "blocks" else 4096 + 32_000
+    copying = 512 * 2 * 2 * columns / WORKLOAD.hardware.memory_bandwidth
+    assert some == pytest.approx(accumulating * (1 - 512 / PRODUCT_ROWS) - copying, rel=0.01)
+    assert many == 0
+    weight = WORKLOAD.weight_seconds([0, 1, 512], part)
+    assert weight[0] == WORKLOAD.joined_seconds(0, part) == 0
+    assert all(weight[1:] > [few, some])
+
+
+def test_no_weight_part_has_products_of_experts():
+    mixture = make_workload("mixtral-8x7b", "h100")
+    shape = mixture.shape
+    linear = shape.layers * shape.hidden * 2 * (shape.heads + shape.kv_heads) * shape.head_dim
+    adding = 2 * 4 * linear / mixture.hardware.memory_bandwidth
+    products = 2 * linear / (mixture.hardware.peak_flops * mixture.hardware.gemm_efficiency)
+    at_twice, at_once = mixture.weight_seconds([2**21, 2**20], "blocks")
+    assert (at_twice - at_once) / 2**20 == pytest.approx(products, rel=0.05)
+    assert mixture.joined_seconds(1, "blocks") == pytest.approx(adding, rel=0.01)

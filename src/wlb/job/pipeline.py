@@ -52,12 +52,15 @@ class PipelineLoads:
         costs, shards = job.costs, job.sharded(micro_batches)
         priced, longest = Priced.of(shards, costs), shards.tokens.max(axis=1)
         self.both, self.forward = priced.whole.both, priced.whole.forward
-        weights = costs.weight_seconds(longest, "blocks"), costs.weight_seconds(longest, "head")
-        self._forward, self._backward, weight = (
+        weights, joined = (
+            (price(longest, "blocks"), price(longest, "head")) for price in (costs.weight_seconds, costs.joined_seconds)
+        )
+        self._forward, self._backward, weight, joins = (
             np.rint(TICKS * over_stages(*of_model, job.stage_shares, job.head_shares)).astype(np.int64)
-            for of_model in (*zip(*priced, strict=True), weights)
+            for of_model in (*zip(*priced, strict=True), weights, joined)
         )
         self._weight = np.minimum(weight, self._backward) if job.splits_backward else None
+        self._joined = np.minimum(joins, weight)
         self._head = np.rint(TICKS * priced.head.both).astype(np.int64) if job.layout.deals_head else None
         self._transfer = np.rint(TICKS * job.transfer_seconds(longest)).astype(np.int64)
         tokens = np.array([one.tokens for one in micro_batches])
@@ -66,10 +69,11 @@ class PipelineLoads:
 
     def of(self, places: Sequence[int]) -> PipelineLoad:
         """The load of the micro-batches at ``places``, in this order."""
-        forward, backward, held = (table[:, places] for table in (self._forward, self._backward, self._held))
+        tables = self._forward, self._backward, self._held, self._joined
+        forward, backward, held, joined = (table[:, places] for table in tables)
         weight = None if self._weight is None else self._weight[:, places]
         head = None if self._head is None else self._head[places]
-        return PipelineLoad(forward, backward, weight, self._transfer[places], held, head)
+        return PipelineLoad(forward, backward, weight, self._transfer[places], held, head, joined)
 
 
 def _slices(micro_batches: Sequence[MicroBatch]) -> list[int]:

@@ -1,8 +1,9 @@
 """Operation lists by the longest remaining path: a pipeline order planned for the micro-batches of one step.
 
 A free rank runs the ready operation with the longest path to the end of the step: through the other stages, and through
-the later micro-batches on the same stage. Gradients of weights fill the time in which nothing else is ready. 1F1B,
-interleaved and zero-bubble schedules are special cases.
+the later micro-batches on the same stage. Gradients of weights fill the time in which nothing else is ready, of several
+micro-batches in a row if that saves time, because one product then computes them. 1F1B, interleaved and zero-bubble
+schedules are special cases.
 
 A forward may run only if the rank can hold its activations, and only if every document that has begun can still finish
 its forwards once the documents before it have gone backward (the banker's rule). So ranks cannot deadlock waiting for
@@ -30,9 +31,10 @@ class PipelineLoad(NamedTuple):
     """The work of a pipeline in a step, in whole ticks; arrays of shape (stages, micro_batches).
 
     ``weight`` is the part of ``backward`` that computes gradients of weights, or None if a backward is one operation.
-    ``transfer`` is the time of a micro-batch from one rank to another, shape (micro_batches,). ``held`` is the memory
-    that a forward holds on its rank until the end of the backward, in any unit. ``head`` is the work of a dealt output
-    head, shape (micro_batches,); None if the head is part of the last stage.
+    ``joined`` is what that loses right after another one of its stage. ``transfer`` is the time of a micro-batch from
+    one rank to another, shape (micro_batches,). ``held`` is the memory that a forward holds on its rank until the end
+    of the backward, in any unit. ``head`` is the work of a dealt output head, shape (micro_batches,); None if the head
+    is part of the last stage.
     """
 
     forward: Ticks
@@ -41,6 +43,7 @@ class PipelineLoad(NamedTuple):
     transfer: Ticks
     held: Ticks
     head: Ticks | None = None
+    joined: Ticks | None = None
 
 
 def critical_path_lists(load: PipelineLoad, documents: Sequence[int], pp: int, limits: Sequence[int]) -> RankOperations:
@@ -78,6 +81,7 @@ _EQUAL = 10_000  # ticks of a forward
 
 
 _NEVER = 2**63
+_IN_A_ROW = 8  # weight parts for which other operations wait
 
 
 class _Ranks:
@@ -89,6 +93,7 @@ class _Ranks:
         first_part, self._last_part = (BACKWARD, BACKWARD) if load.weight is None else (INPUT, WEIGHT)
         seconds = {FORWARD: load.forward, first_part: load.backward - weight, WEIGHT: weight + 0 * load.backward}
         self._seconds = {kind: table.tolist() for kind, table in seconds.items()}
+        self._joined = (0 * load.backward if load.joined is None else load.joined).tolist()
         self._first_part = first_part
         self._transfer, self._leaves = load.transfer.tolist(), load.held.tolist()
         self._document = [index for index, count in enumerate(documents) for _ in range(count)]
@@ -111,7 +116,7 @@ class _Ranks:
         self._needed: list[list[int]] = [of_rank.astype(np.int64).tolist() for of_rank in of_ranks]
         self._limits = [max(limit, *needed) for limit, needed in zip(limits, self._needed, strict=True)]
         self._held: list[dict[int, int]] = [{} for _ in range(pp)]  # memory of every document that has begun, in order
-        self._late: list[deque[tuple[int, int]]] = [deque() for _ in range(pp)]  # backwards with a weight part to run
+        self._late: list[deque[int]] = [deque() for _ in load.forward]  # backwards of a stage with a weight part to run
         self._free = [0] * pp
         self._done = {FORWARD: [0] * self._stages, first_part: [0] * self._stages, WEIGHT: [0] * self._stages}
         self._choices: list[list[tuple[int, int, int, str, int]]] = [[] for _ in range(pp)]
@@ -124,18 +129,20 @@ class _Ranks:
         """Let ``rank`` run, of the operations that are ready, the one with the longest remaining path."""
         now = self.begins[rank]
         _, stage, kind, micro_batch = min([choice[1:] for choice in self._choices[rank] if choice[0] <= now])
+        joins = kind == WEIGHT and self.lists[rank][-1][::2] == (stage, WEIGHT)
         self.lists[rank].append(Operation(stage, micro_batch, kind))
         if kind == HEAD:
             self._free[rank] = end = now + self._head_seconds[micro_batch]
             del self._heads[rank][micro_batch]
             self._arrive(self._first_part, self._stages - 1, micro_batch, rank, end)
         else:
-            self._free[rank] = end = now + self._seconds[kind][stage][micro_batch]
+            seconds = self._seconds[kind][stage][micro_batch] - joins * self._joined[stage][micro_batch]
+            self._free[rank] = end = now + seconds
             self._done[kind][stage] += 1
             if kind == INPUT:
-                self._late[rank].append((stage, micro_batch))
+                self._late[stage].append(micro_batch)
             elif kind == WEIGHT:
-                self._late[rank].popleft()
+                self._late[stage].popleft()
             self._hold(rank, stage, micro_batch, (kind == FORWARD) - (kind == self._last_part))
             self._hand_on(rank, stage, kind, micro_batch, end)
         self._look(rank)
@@ -179,11 +186,20 @@ class _Ranks:
                 choices.append((arrived[micro_batch], priority, stage, kind, micro_batch))
         for micro_batch, since in self._heads[rank].items():
             choices.append((since, -self._head_tails[micro_batch], rank, HEAD, micro_batch))
-        if self._late[rank]:
-            stage, micro_batch = self._late[rank][0]
-            choices.append((0, 1, stage, WEIGHT, micro_batch))
+        if late := [stage for stage in self._own[rank] if self._late[stage]]:
+            choices.append(self._weight_part(rank, late))
         self._choices[rank] = choices
         self.begins[rank] = max(self._free[rank], min(choices)[0]) if choices else _NEVER
+
+    def _weight_part(self, rank: int, late: list[int]) -> tuple[int, int, int, str, int]:
+        """The weight part to run next, of one of the stages ``late``: of the last one's, or of that with the most."""
+        last = self.lists[rank][-_IN_A_ROW:]
+        goes_on = last[-1].kind == WEIGHT and last[-1].stage in late
+        stage = last[-1].stage if goes_on else max(late, key=lambda one: len(self._late[one]))
+        micro_batch = self._late[stage][0]
+        full = {one[::2] for one in last} == {(stage, WEIGHT)}
+        first = goes_on and not full and self._joined[stage][micro_batch] > 0
+        return 0, -_NEVER if first else 1, stage, WEIGHT, micro_batch
 
     def _has_room(self, rank: int, stage: int, micro_batch: int) -> bool:
         """Whether every document that has begun can still finish once those before it have gone backward."""

@@ -3,7 +3,8 @@
 Each rank runs its list of operations in order (``rank_operations``). An operation starts as soon as its rank is free
 and its input has arrived: the forward of stage s waits for the forward of stage s - 1, a backward for the backward of
 stage s + 1 (on the last stage for its own forward, or for a dealt head, which waits for that), and the weight part of a
-backward for its input part. A transfer from another rank takes ``transfer`` seconds, during which both ranks may
+backward for its input part. A weight part that follows another of its stage on the rank is in the same product, and
+takes less. A transfer from another rank takes ``transfer`` seconds, during which both ranks may
 compute.
 
 Which operation waits for which does not depend on seconds, so operations are sorted once into waves that depend only on
@@ -83,25 +84,26 @@ def pipeline_times(
     forward: Array,
     backward: Array,
     weight: ArrayLike | None = None,
+    joined: ArrayLike = 0.0,
     *,
     head: ArrayLike = 0.0,
     transfer: ArrayLike = 0.0,
 ) -> PipelineTimes:
     """When each operation runs in pipelines whose ranks have these ``operations``; seconds as ``pipeline_makespan``.
 
-    If a ``backward`` has two parts, ``weight`` is required: the seconds of the weight part. ``head`` are the seconds of
-    dealt heads, like ``transfer``.
+    If a ``backward`` has two parts, ``weight`` is required: the seconds of the weight part, and ``joined`` is what it
+    loses in the product of the one before. ``head`` are the seconds of dealt heads, like ``transfer``.
     """
     *batch, stages, micro_batches = forward.shape
     later = np.zeros_like(backward) if weight is None else np.minimum(weight, backward)
-    phases = forward, backward, backward - later, later
+    phases = forward, backward, backward - later, later, later - np.minimum(joined, later)
     waves = _waves(operations)
     if waves.shape != (stages, micro_batches):
         raise ValueError(f"seconds are of {stages} stages and {micro_batches} micro-batches, operations {waves.shape}")
     heads = np.broadcast_to(head, (*batch, micro_batches)).reshape(-1, micro_batches)
     by_stage = [times.reshape(-1, stages * micro_batches) for times in phases]
     stage, micro_batch, kind = waves.table
-    row = kind * stages + np.where(kind == _KINDS.index(HEAD), 0, stage)
+    row = (kind + waves.joins) * stages + np.where(kind == _KINDS.index(HEAD), 0, stage)
     seconds = np.concatenate([*by_stage, heads], axis=1).T[row * micro_batches + micro_batch]
     # Seconds of every transfer: 0 for none, then of every micro-batch; shape (1 + micro_batches, pipelines).
     sent = np.broadcast_to(transfer, (*batch, micro_batches)).reshape(-1, micro_batches).T
@@ -126,6 +128,7 @@ def planned_times(
     forward: Array,
     backward: Array,
     weight: ArrayLike | None,
+    joined: ArrayLike,
     head: ArrayLike,
     transfer: ArrayLike,
 ) -> PipelineTimes:
@@ -136,10 +139,14 @@ def planned_times(
     """
     steps, dp, _, micro_batches = forward.shape
     heads, delays = (np.broadcast_to(seconds, (steps, dp, micro_batches)) for seconds in (head, transfer))
-    weights = np.zeros_like(backward) if weight is None else np.broadcast_to(weight, forward.shape)
+    weights, less = (np.broadcast_to(0.0 if of is None else of, forward.shape) for of in (weight, joined))
     lists = {place: operations[place[0]][place[1]] for place in np.ndindex(steps, dp)}
     found = [
-        pipeline_times(of, forward[place], backward[place], weights[place], head=heads[place], transfer=delays[place])
+        pipeline_times(
+            *(of, forward[place], backward[place], weights[place], less[place]),
+            head=heads[place],
+            transfer=delays[place],
+        )
         for place, of in lists.items()
     ]
     tables = [np.lexsort(_waves(of).table) for of in lists.values()]
@@ -156,7 +163,7 @@ def in_dependency_order(operations: RankOperations) -> tuple[Operation, ...]:
     return _waves(operations).in_order
 
 
-_KINDS = FORWARD, BACKWARD, INPUT, WEIGHT, HEAD
+_KINDS = FORWARD, BACKWARD, INPUT, WEIGHT, "weight part that joins a product", HEAD
 
 
 class _Waves(NamedTuple):
@@ -164,6 +171,7 @@ class _Waves(NamedTuple):
 
     in_order: tuple[Operation, ...]
     table: NDArray[np.intp]  # the same: stage, micro-batch, and place of the kind in ``_KINDS``; (3, operations)
+    joins: NDArray[np.bool_]  # whether it is a weight part in the product of the one before; (operations,)
     shape: tuple[int, int]  # stages, micro-batches
     # (3, operations): the previous operation on the rank and the input, 0 for none; then the transfer, which is
     # 1 + the micro-batch if the input comes from another rank, else 0
@@ -181,6 +189,7 @@ def _waves(operations: RankOperations) -> _Waves:
     row: dict[tuple[int, int, bool] | None, tuple[int, int]] = {None: (0, -1)}
     last_of_rank = [0] * len(operations)
     in_order: list[Operation] = []
+    joins: list[bool] = []
     waiting: list[tuple[int, int, int]] = []
     bounds: list[tuple[int, int]] = []
     while any(pending):
@@ -193,6 +202,8 @@ def _waves(operations: RankOperations) -> _Waves:
             place, sender = row[waits_for]
             from_afar = waits_for is not None and sender != rank
             waiting.append((last_of_rank[rank], place, 1 + operation.micro_batch if from_afar else 0))
+            before = in_order[last_of_rank[rank] - 1][::2] if last_of_rank[rank] else ()
+            joins.append(before == operation[::2] == (operation.stage, WEIGHT))
             in_order.append(operation)
             last_of_rank[rank] = len(in_order)
             if operation.kind != WEIGHT:
@@ -201,6 +212,7 @@ def _waves(operations: RankOperations) -> _Waves:
     return _Waves(
         tuple(in_order),
         np.array([(stage, micro_batch, _KINDS.index(kind)) for stage, micro_batch, kind in in_order]).T,
+        np.array(joins),
         (stages, 1 + max(operation.micro_batch for operation in in_order)),
         np.array(waiting).T.copy(),
         tuple(bounds),

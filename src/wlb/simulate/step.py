@@ -8,7 +8,7 @@ its gradients and updated its weights. Every cause of waiting can be left out, t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -149,10 +149,11 @@ class Steps(StepSeconds):
     @property
     def weights(self) -> Array | None:
         """The weight part of ``stages.backward``; None if a backward is one operation."""
-        if not self.operations or not self.costs.job.splits_backward:
-            return None
-        rank, tokens = self.costs.rank, self.shards.tokens
-        blocks, head = (self._together(rank.weight_seconds(tokens, part)) for part in ("blocks", "head"))
+        split = self.operations and self.costs.job.splits_backward
+        return self._of_weights(self.costs.rank.weight_seconds) if split else None
+
+    def _of_weights(self, price: Callable[..., Array]) -> Array:
+        blocks, head = (self._together(price(self.shards.tokens, part)) for part in ("blocks", "head"))
         return self._over_stages(blocks, head)
 
     @property
@@ -175,7 +176,8 @@ class Steps(StepSeconds):
         sent = layout.pp > 1 and "stage transfers" in self.modelled
         transfer = self.costs.job.transfer_seconds(self.shards.tokens.max(axis=3)) if sent else 0.0
         if self.operations:
-            return planned_times(self.operations, forward, backward, self.weights, self.heads, transfer)
+            joined = self._of_weights(self.costs.rank.joined_seconds)
+            return planned_times(self.operations, forward, backward, self.weights, joined, self.heads, transfer)
         named = layout.operations(forward.shape[-1])
         return pipeline_times(named, forward, backward, head=self.heads, transfer=transfer)
 

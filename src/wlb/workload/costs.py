@@ -35,6 +35,7 @@ from wlb.workload.flops import (
     attended_pairs,
     elementwise_values_per_token,
     gemm_flops_per_token,
+    linear_columns,
     pair_flops,
     routed_flops_per_token,
 )
@@ -49,6 +50,7 @@ if TYPE_CHECKING:  # planning without a profile needs NumPy alone
 # Held-out sizes in tokens, with their seconds over all layers: "documents" by length, "pieces of documents" by start
 # and stop of their queries, "micro-batches" by segment lengths.
 HeldOut = dict[str, dict[Any, float]]
+PRODUCT_ROWS = 8192  # most tokens in a product of several micro-batches, which then hides accumulating its result
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
 MASTER_BYTES = 4  # weights, gradients and moments are float32
 _LARGE = 2**30  # tokens, enough to make the fixed cost of a micro-batch negligible
@@ -208,17 +210,37 @@ class Costs:
     def weight_seconds(self, tokens: ArrayLike, part: Literal["blocks", "head"]) -> Seconds:
         """The part of a backward of blocks or head that computes gradients of weights, which no other stage needs.
 
-        Half of the matrix products of the backward, and accumulating the gradients.
+        Half of the matrix products of the backward outside experts, and accumulating the gradients.
         """
-        backward = (
-            self.blocks_seconds(tokens, "backward") if part == "blocks" else self.head_seconds(tokens, "backward")
-        )
-        rates = self._rates["backward"]
-        token, products = (
-            (rates.block_token, rates.block_products) if part == "blocks" else (rates.head_token, rates.head_products)
-        )
+        rates, (backward, adding) = self._rates["backward"], self._backward_and_adding(tokens, part)
+        token, products = rates.block_token, rates.block_products - rates.expert_token
+        if part == "head":
+            token, products = rates.head_token, rates.head_products
         share: float = products / LINEAR_BACKWARD_FACTOR / token
-        return share * backward
+        return share * (backward - adding) + adding
+
+    def joined_seconds(self, tokens: ArrayLike, part: Literal["blocks", "head"]) -> Seconds:
+        """What ``weight_seconds`` loses if the micro-batch joins the product of the one before it.
+
+        ``PRODUCT_ROWS`` tokens then accumulate gradients once. Copying inputs and gradients of outputs reads and writes
+        them; derived by counting.
+        """
+        shape, count, adding = self.shape, np.asarray(tokens), self._backward_and_adding(tokens, part)[1]
+        columns = linear_columns(shape, self.tp) if part == "blocks" else shape.hidden + shape.vocab_size / self.tp
+        copying = 2 * self.hardware.bytes_per_value / self.hardware.memory_bandwidth * columns
+        return np.maximum(0.0, adding * (1 - count / PRODUCT_ROWS) - copying * count)
+
+    def _backward_and_adding(self, tokens: ArrayLike, part: Literal["blocks", "head"]) -> tuple[Seconds, Seconds]:
+        """Seconds of a backward, and its part that accumulates the gradients of linear layers."""
+        if part == "blocks":
+            weights, backward = self.own_weights, self.blocks_seconds(tokens, "backward")
+            weights -= expert_weights(self.shape) / self.ep_ranks
+        else:
+            weights, backward = self.shape.vocab_size * self.shape.hidden, self.head_seconds(tokens, "backward")
+        return backward, np.minimum(backward, self._adding_seconds(weights, "backward"))
+
+    def _adding_seconds(self, weights: float, phase: Direction) -> float:
+        return weights * _GRADIENT_PASSES[phase] * MASTER_BYTES / (self.hardware.memory_bandwidth * self.tp)
 
     def tp_seconds(self, tokens: ArrayLike) -> Seconds:
         """Gathering and reducing the residual stream over the tensor-parallel group, in a forward or a backward.
@@ -393,10 +415,10 @@ class Costs:
 
         A backward also accumulates its gradient, which reads and writes it in float32.
         """
-        count, second_bytes = np.asarray(tokens), self.hardware.memory_bandwidth * self.tp
-        reading = weights * self.hardware.bytes_per_value / second_bytes
-        adding = weights * _GRADIENT_PASSES[phase] * MASTER_BYTES / second_bytes
-        return np.where(count > 0, np.maximum(token_seconds * count, reading) + adding, 0.0)
+        count, hardware = np.asarray(tokens), self.hardware
+        reading = weights * hardware.bytes_per_value / (hardware.memory_bandwidth * self.tp)
+        seconds = np.maximum(token_seconds * count, reading) + self._adding_seconds(weights, phase)
+        return np.where(count > 0, seconds, 0.0)
 
     def _head_share(self, phase: Phase) -> float:
         """Share of output head and loss outside attention; a profile is divided in the proportion of the hardware."""

@@ -94,6 +94,18 @@ def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
     return float(forward), float(backward)
 
 
+def linear_columns(shape: ModelShape, tp: int) -> float:
+    """Columns of inputs and outputs of each linear layer in blocks, on a tensor-parallel rank (which has all rows)."""
+    projected = (shape.heads + shape.kv_heads) * (shape.head_dim + shape.value_dim)
+    if shape.latent is not None:
+        projected += 2 * (shape.latent.q_rank + shape.latent.kv_rank) + shape.latent.rope_dim
+    columns = 0.0
+    for kind, count in shape.blocks.items():
+        width = shape.experts.shared_hidden if shape.experts is not None and kind.routed else shape.ffn_hidden
+        columns += count * (7 * shape.hidden + (projected + 3 * width) / tp)
+    return columns
+
+
 def _in_phase(forward: NDArray[np.float64], backward_factor: float, phase: Phase) -> NDArray[np.float64]:
     factor = {"forward": 1.0, "backward": backward_factor, "both": 1.0 + backward_factor}[phase]
     return forward * factor
