@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.cases import in_turn
+from wlb.runtime import weight_gradients
 from wlb.runtime.weight_gradients import WeightGradients
 
 
@@ -71,7 +73,33 @@ def test_two_parts_are_a_whole_backward(run, context):
         done = {name for name, gradient in after.items() if name not in before or not gradient.equal(before[name])}
         assert done == {"norm.weight", "norm.bias", "vector.weight", "vector.bias", "hooked.weight"}
         gradients.end()()
+        gradients.compute()
         torch.testing.assert_close(_gradients(parts), _gradients(whole), rtol=tolerance, atol=tolerance)
+
+
+@in_turn(("most", "products"), [(50, [5]), (29, [2, 2, 1]), (10, [1] * 5)])
+def test_micro_batches_share_a_product_of_bounded_rows(most, products, monkeypatch):
+    monkeypatch.setattr(weight_gradients, "PRODUCT_ROWS", most)
+    whole, parts = Layers(), Layers()
+    gradients, found = WeightGradients(parts), []
+    add = weight_gradients._add
+
+    def noting(layer: nn.Linear, rows: list[Any]) -> None:
+        if layer is parts.second:
+            found.append(len(rows))
+        add(layer, rows)
+
+    monkeypatch.setattr(weight_gradients, "_add", noting)
+    for _ in range(5):  # of ten rows
+        _backward(whole, nullcontext())
+        gradients.begin(True)
+        _backward(parts, nullcontext())
+        gradients.end()()
+    assert sum(found) < 5
+    gradients.compute()
+    assert found == products
+    assert gradients.joined == {}
+    torch.testing.assert_close(_gradients(parts), _gradients(whole), rtol=1e-13, atol=1e-13)
 
 
 def test_what_is_not_put_off_is_computed_at_once():
@@ -95,4 +123,5 @@ def test_what_is_not_put_off_is_computed_at_once():
     gradients.begin(True)
     _backward(torch.compile(compiled, backend="aot_eager", fullgraph=True), nullcontext())
     gradients.end()()
+    gradients.compute()
     torch.testing.assert_close(_gradients(compiled), _gradients(whole), rtol=1e-13, atol=1e-13)

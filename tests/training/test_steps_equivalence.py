@@ -5,6 +5,7 @@ gets the same plans, runs one segment at a time on the unparallelised model and 
 """
 
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.training.jobs import job, read_steps, train, trainer_of, write_store
 from tests.training.oracle import losses_of_single_documents, remembered_plans
 from wlb.job.config import PRESETS, JobConfig
 from wlb.packing.plan import StepPlan
+from wlb.schedules.operations import WEIGHT
 
 STEPS = 20
 WINDOW, WINDOW_OF_SLICES = 64, 1024
@@ -121,6 +123,8 @@ def test_steps_have_the_losses_of_single_documents(preset: str, steps: int, fold
         assert {len(part.ranks) for plan in plans for part in plan.micro_batches} == {1, 2}
     if preset in ("slices", "dealt"):
         assert any(part.earlier for plan in plans for part in plan.micro_batches)
+        lists = [of_rank for plan in plans for pipeline in plan.operations for of_rank in pipeline]
+        assert any(one[::2] == after[::2] for of in lists for one, after in pairwise(of) if one.kind == WEIGHT)
 
 
 def exhaustive(*values: Any) -> Any:

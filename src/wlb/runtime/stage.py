@@ -18,10 +18,10 @@ micro-batches through the three ``*_one_chunk`` methods and reductions through `
 micro-batches in ``_step_microbatches``, and computes no losses without a loss function.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -38,12 +38,11 @@ from wlb.runtime.own_lists import (
     Measuring,
     complete_gradients,
     end_backward,
-    fsdp_units,
     gather_weights,
     reduce_gradients,
 )
 from wlb.runtime.weight_gradients import WeightGradients
-from wlb.schedules.operations import FORWARD, HEAD, INPUT, WEIGHT, RankOperations
+from wlb.schedules.operations import FORWARD, HEAD, INPUT, WEIGHT, Operation, RankOperations
 from wlb.schedules.timing import in_dependency_order
 
 LossFunction = Callable[[Tensor, Any], Tensor]
@@ -96,14 +95,22 @@ class PlannedStage(PipelineStage):
         self._runtime_validate = False
 
     def begin_step(
-        self, token_counts: Sequence[int], targets: Sequence[Any], in_two: Iterable[int], heads: dict[int, int]
+        self,
+        token_counts: Sequence[int],
+        targets: Sequence[Any],
+        operations: Sequence[Operation],
+        heads: dict[int, int],
     ) -> None:
         """Set the tokens and the target of each micro-batch of the next step, and how they run.
 
-        The backward of those ``in_two`` has two parts. ``heads`` is for the last stage: the rank of the dealt head of
-        each.
+        ``operations`` are those of the rank. Weight parts of this stage in a row are one product. ``heads`` is for the
+        last stage: the rank of the dealt head of each.
         """
-        self._token_counts, self._targets, self._in_two, self._heads = token_counts, targets, frozenset(in_two), heads
+        self._token_counts, self._targets, self._heads = token_counts, targets, heads
+        self._in_two = {i for s, i, kind in operations if (s, kind) == (self.stage_index, INPUT)}
+        in_a_row = (one for one, after in pairwise(operations) if one[::2] == after[::2])
+        self._goes_on = {i for s, i, kind in in_a_row if (s, kind) == (self.stage_index, WEIGHT)}
+        self._weight_gradients.joined.clear()  # of a step that failed
         self._kept_slices, self.losses = KeptSlices(), dict[int, Tensor]()
         self._activations, self._gradients = dict[int, Tensor](), dict[int, Tensor]()
         if (self._in_two or self.head) and any(map(_reduces_in_backward, self.submod.modules())):
@@ -140,8 +147,8 @@ class PlannedStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with self._measuring("backward", bwd_chunk_id):
             super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-            for unit in fsdp_units(self.submod):
-                end_backward(unit)
+            if bwd_chunk_id not in self._goes_on:
+                self._weight_gradients.compute()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         reduce_gradients(self.submod)
@@ -277,8 +284,8 @@ def run_order(
         pipe: From ``pipeline``, for the same number of micro-batches.
         operations: The operations of each pipeline rank, in order (``wlb.schedules.operations.rank_operations`` makes
             the named schedules). They may differ from step to step, and between pipelines that share weights. The
-            second part of a backward computes weight gradients of linear layers. Each micro-batch of a dealt head has a
-            HEAD in the first stage of any rank.
+            second part of a backward computes weight gradients of linear layers; those in a row, in one stage, together
+            (``PRODUCT_ROWS``). Each micro-batch of a dealt head has a HEAD in the first stage of any rank.
         inputs: Token ids of each micro-batch; only the first stage gets them.
         rows: Rows of the stream on this rank, for each micro-batch.
         keywords: For every stage.
@@ -297,8 +304,7 @@ def run_order(
     pipe.runtime.pipeline_order_with_comms = {rank: order}
     heads = _ranks_of_heads(operations)
     for stage in pipe.stages:
-        in_two = [i for s, i, kind in operations[rank] if s == stage.stage_index and kind == INPUT]
-        stage.begin_step(rows, targets, in_two, heads if stage.stage_index == stages - 1 else {})
+        stage.begin_step(rows, targets, operations[rank], heads if stage.stage_index == stages - 1 else {})
         if stage.stage_index < stages:  # that of a head is among them
             gather_weights(stage.submod)
     pipe.runtime._step_microbatches([(tokens,) for tokens in inputs], list(keywords), return_outputs=False)

@@ -111,11 +111,22 @@ def test_lower_precision_stays_close_to_float64(
 
 def test_weight_gradients_put_off_are_added_in_float32_too() -> None:
     named = rank_operations("1f1b", 2, 4)
-    first = [[op._replace(kind=INPUT) if op.kind == BACKWARD else op for op in of_rank] for of_rank in named]
-    in_two = [(*ops, *(op._replace(kind=WEIGHT) for op in ops if op.kind == INPUT)) for ops in first]
-    runs = [_merged(run_ranks(2, _run, Layout(pp=2), torch.bfloat16, [tuple(ops)])) for ops in (named, in_two)]
-    for name, gradient in runs[0][1].items():
-        assert torch.equal(runs[1][1][name], gradient), name
+    parts = {
+        op: [op._replace(kind=kind) for kind in INPUT + WEIGHT] for ops in named for op in ops if op.kind == BACKWARD
+    }
+    in_turn = tuple(tuple(one for op in ops for one in parts.get(op, [op])) for ops in named)
+    in_a_row = tuple(
+        (*(op for op in ops if op.kind != WEIGHT), *(op for op in ops if op.kind == WEIGHT)) for ops in in_turn
+    )
+    whole, parted, together = (
+        _merged(run_ranks(2, _run, Layout(pp=2), torch.bfloat16, [operations]))[1]
+        for operations in (named, in_turn, in_a_row)
+    )
+    for name, gradient in whole.items():
+        assert torch.equal(parted[name], gradient), name
+        if ".w" in name.removesuffix(".weight"):  # of a linear layer
+            assert torch.equal(together[name], together[name].bfloat16().float()), name  # added once
+            assert not torch.equal(together[name], gradient)
 
 
 def test_gradients_of_a_dealt_head_are_added_in_float32_too() -> None:
