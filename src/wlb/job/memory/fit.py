@@ -14,11 +14,13 @@ from typing import NamedTuple
 from wlb.job.job import Job
 from wlb.job.memory.layers import (
     THOUSANDTHS,
+    growth,
     held_of_slices,
     held_of_stages,
     held_of_token,
     kept_share,
     kept_tokens,
+    product_bytes,
     window_tokens,
 )
 from wlb.job.memory.walk import (
@@ -125,6 +127,7 @@ def _planned(job: Job) -> tuple[_Planned, ...]:
     for rank, alone in zip(ranks, least, strict=True):
         static = {name: value for name, value in rank.parts.items() if name not in HELD}
         parts = {name: static.get(name, 0) + more.get(name, 0) for name in static | more}
+        parts["working"] = max(parts.get("working", 0), product_bytes(job))
         planned.append(_Planned(replace(rank, parts=parts), alone, most))
     return tuple(planned)
 
@@ -133,7 +136,7 @@ def _held(job: Job, ranks: list[MemoryEstimate], *, in_flight: bool) -> dict[str
     """What forwards hold on the fullest rank, with keys and values kept of a document or of everything in flight."""
     held = max(({name: rank.parts.get(name, 0) for name in HELD} for rank in ranks), key=lambda of: sum(of.values()))
     token = held_of_token(job)
-    held["activations"] += in_flight * int(token * window_tokens(job))
+    held["activations"] = int(held["activations"] * growth(job)) + in_flight * int(token * window_tokens(job))
     tokens = kept_tokens(job, in_flight * sum(held.values()) / token)
     return held | {"kept keys and values": int(kept_share(job) * token * tokens)}
 

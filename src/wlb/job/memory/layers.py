@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from wlb.job.job import Job
-from wlb.workload.costs import MASTER_BYTES
+from wlb.workload.costs import MASTER_BYTES, PRODUCT_ROWS
 from wlb.workload.shapes import DENSE, BlockKind
 from wlb.workload.weights import block_weights, expert_weights, feed_forward_width, routed_layers
 
@@ -67,6 +67,7 @@ class LayerMemory:
         self.rows = rows
         self.exchange = exchange or _largest_exchange(job, rows)
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
+        self.later = job.plans_operations and job.splits_backward  # gradients of weights
         self.busiest = job.costs.expert_imbalance if job.layout.ep > 1 else 1.0  # rows of experts, over the mean GPU's
         self.query = shape.heads * shape.head_dim // tp
         self.key_value = shape.kv_heads * (shape.head_dim + shape.value_dim) // tp
@@ -105,6 +106,8 @@ class LayerMemory:
         weighing = 2 * sent + scores  # outputs of experts, and their products with weights
         everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide + routed
         last_half = self.norm + self.gathered + 4 * wide + routed  # released before attention's backward begins
+        if self.later:  # of which the rest is ``kept``
+            last_half = -(self.norm + self.log_sum_exp + received)
 
         work_forward, work_backward = self._attention_work()
         attending = self.norm + self.gathered + projected + kept_attention + work_forward
@@ -133,6 +136,13 @@ class LayerMemory:
         feeding_forward += routed - 2 * sent
         forward = held + max(feeding_forward, attending - self.norm)
         return Unit(weights, weights, held, forward, again - held, received=received, experts=experts)
+
+    @property
+    def kept(self) -> int:
+        """The most that a block keeps: until gradients of weights, inputs and gradients of outputs of linear layers."""
+        columns = self.out + 3 * (self.job.shape.ffn_hidden // self.job.layout.tp)
+        late = 4 * self.gathered + self._projected() + self.rows * columns * self.compute
+        return max(self.block().held, late * self.later)
 
     def _own_experts(self) -> int:
         """Weights of the experts of a block on this GPU, if a group of them shares all; else 0."""
@@ -224,13 +234,26 @@ class LayerMemory:
 
 def held_of_token(job: Job) -> float:
     """Bytes that a block keeps of a token for its backward, on each rank of the group that shares the token's rows."""
-    return LayerMemory(job, _ROWS).block().held / (_ROWS * job.layout.pool_size)
+    return LayerMemory(job, _ROWS).kept / (_ROWS * job.layout.pool_size)
+
+
+def product_bytes(job: Job) -> int:
+    """Copies of input and gradient of the widest linear layer, to compute the gradient of its weights for many rows."""
+    layers, shape = LayerMemory(job, PRODUCT_ROWS), job.shape
+    wide = max(shape.ffn_hidden, shape.vocab_size * (not job.layout.deals_head)) // job.layout.tp
+    return layers.later * (layers.gathered + PRODUCT_ROWS * wide * layers.compute)
+
+
+def growth(job: Job) -> float:
+    """The most that a block keeps of a token at once, over what its forward leaves."""
+    layers = LayerMemory(job, _ROWS)
+    return layers.kept / layers.block().held
 
 
 def held_of_stages(job: Job) -> list[int]:
     """What each stage keeps of a token, in thousandths of what a block keeps; a head on the last stage included."""
     layers = LayerMemory(job, _ROWS)
-    blocks = job.stage_blocks + layers.ends() / layers.block().held + head_share(job) * job.head_shares
+    blocks = job.stage_blocks + layers.ends() / layers.kept + head_share(job) * job.head_shares
     shares: list[int] = np.rint(THOUSANDTHS * blocks).astype(int).tolist()
     return shares
 
@@ -247,7 +270,7 @@ def kept_share(job: Job) -> float:
     """
     layers = LayerMemory(job, _ROWS)
     kept = (2 * job.layout.pool_size - 1) * _ROWS * layers.exchanged * layers.compute
-    return kept / layers.blocks(range(1))[0].held
+    return kept / layers.kept
 
 
 def kept_tokens(job: Job, in_flight: float) -> float:
@@ -263,7 +286,7 @@ def window_tokens(job: Job) -> int:
 def head_share(job: Job) -> float:
     """Memory of a token in output head and loss, over that in a block."""
     layers = LayerMemory(job, _ROWS)
-    return layers.head().held / layers.blocks(range(1))[0].held
+    return layers.head().held / layers.kept
 
 
 def master_bytes(job: Job) -> int:
