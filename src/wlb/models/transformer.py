@@ -146,7 +146,7 @@ class Block(nn.Module):
         super().__init__()
         shape = config.shape
         self.attention_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
-        self.attention = Attention(config, config.window_of(layer))
+        self.attention, self.window = Attention(config), config.window_of(layer)
         self.feed_forward_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
         if shape.experts is None or not shape.block_kind(layer).routed:
             self.feed_forward = FeedForward(shape.hidden, shape.ffn_hidden)
@@ -156,19 +156,24 @@ class Block(nn.Module):
             self.feed_forward = MixtureOfExperts(shape.hidden, shape.experts, config.router, layer, shared)
 
     def forward(self, x_TD: Tensor, rotation: "Rotation", attend: Attend, routing: Routing | None = None) -> Tensor:
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), rotation, attend)
+        # The graphs of torch.compile break at ``attend``. Called in ``attention``, it would also part that module's
+        # products from the tensor-parallel collective before them, and these could not overlap.
+        window = {} if self.window is None else {"window": self.window}
+        x_TD = x_TD + self.attention.wo(
+            attend(*self.attention(self.attention_norm(x_TD), rotation), **window).flatten(-2)
+        )
         routed = (routing,) if isinstance(self.feed_forward, MixtureOfExperts) else ()
         out_TD: Tensor = x_TD + self.feed_forward(self.feed_forward_norm(x_TD), *routed)
         return out_TD
 
 
 class Attention(nn.Module):
-    """Grouped-query attention inside segments, with rotary positions, and with ``qk_norm`` on normalised q and k."""
+    """The projections of grouped-query attention with rotary positions; its block calls ``attend`` and ``wo``."""
 
-    def __init__(self, config: TransformerConfig, window: int | None = None) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         shape, bias = config.shape, config.qkv_bias
-        self.head_dim, self.window = shape.head_dim, window
+        self.head_dim = shape.head_dim
         self.wq = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
         self.wk = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
         self.wv = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
@@ -176,14 +181,8 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.wo = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=config.o_bias)
 
-    def forward(self, x_TD: Tensor, rotation: "Rotation", attend: Attend) -> Tensor:
-        q_THE, k_TGE, v_TGE = self.project(x_TD, rotation)
-        window = {} if self.window is None else {"window": self.window}
-        out: Tensor = self.wo(attend(q_THE, k_TGE, v_TGE, **window).flatten(-2))
-        return out
-
-    def project(self, x_TD: Tensor, rotation: "Rotation") -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of this rank's heads, ready for attention."""
+    def forward(self, x_TD: Tensor, rotation: "Rotation") -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value of this rank's heads, ready for attention; with ``qk_norm`` from normalised q and k."""
         # -1 rather than the head counts: a tensor-parallel rank holds only some of the heads.
         q_THE = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
         k_TGE = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))

@@ -45,7 +45,7 @@ SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hid
 SEGMENTS = (5, 9, 1, 13)
 # Exchanges of keys and values, a layer; what is received is kept.
 EXCHANGES: dict[Checkpointing, int] = {"none": 1, "keep_attention": 1, "full": 2}
-GRAPHS = 4  # attention's norm; projections and rotation; output projection; residual and feed-forward layer
+GRAPHS = 2  # what comes before attention in a block, and what comes after
 LENGTHS = (41, 7, 23, 64, 41, 10, 3, 2, 57, 35)
 LAYOUT = Layout(dp=2, pp=2, tp=2, virtual_pp=2, schedule="interleaved_1f1b", head="dealt")
 

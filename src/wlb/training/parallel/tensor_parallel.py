@@ -52,7 +52,7 @@ def _attention_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
     return {
         **(head_norms if qk_norm else {}),
         "attention_norm": SequenceParallel(sequence_dim=0),
-        "attention": _all_tokens(inputs=3),  # x, then rotation and attention function, which stay as they are
+        "attention": _all_tokens(inputs=2),  # x, then rotation, which stays as it is
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
