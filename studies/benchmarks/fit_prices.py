@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
+from wlb.job import prices
 from wlb.workload import costs, hardware
 from wlb_studies.published import stacks, whole_steps
 from wlb_studies.published.batches import measured_batch_rows
@@ -103,7 +104,7 @@ PRICES = {
     "columns that grouping costs": of_module(costs, "_EXPERT_COLUMNS", 0.0, 4000.0),
     "tokens that an expert costs": of_module(costs, "_EXPERT_TOKENS", 0.0, 8000.0),
     "biases of experts": of_module(costs, "_EXPERT_BIASES", 0.0, 5.0),
-    "async TP that shows": of_module(stacks, "_SHOWN_OF_ASYNC_TP", 0.0, 1.0),
+    "async TP that shows": of_module(prices, "_SHOWN_OF_ASYNC_TP", 0.0, 1.0),
 }
 _CONFIGURATION = ("repo", "hardware", "model", "gpus", "tp", "cp", "pp", "ep")
 

@@ -19,6 +19,10 @@ from wlb.sharding.latency import Priced, Shards
 from wlb.workload import Costs, Hardware, ModelShape
 from wlb.workload.base import Seconds
 
+# Exposed share of tensor-parallel collectives that overlap with matrix products in parts. Fitted by studies'
+# fit_prices.py to whole steps, so it includes what products lose beside collectives, and collectives that stay whole.
+_SHOWN_OF_ASYNC_TP = 0.6
+
 
 @dataclass(frozen=True)
 class Software:
@@ -31,7 +35,8 @@ class Software:
     of a node.
 
     Under expert parallelism computing hides all but ``exposed_exchange`` of the all-to-alls, by default nothing, and
-    the busiest GPU has ``expert_imbalance`` times the tokens of the mean one (assumed).
+    the busiest GPU has ``expert_imbalance`` times the tokens of the mean one (assumed). ``async_tp`` splits
+    tensor-parallel collectives and matrix products into parts that overlap.
     """
 
     prefetch: bool = True
@@ -39,11 +44,17 @@ class Software:
     fetches_shards: bool = False
     exposed_exchange: float = 1.0
     expert_imbalance: float = 1.1
+    async_tp: bool = False
 
     def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> Costs:
         """The ``Costs`` of this software for these arguments."""
-        experts: dict[str, Any] = {name: getattr(self, name) for name in ("exposed_exchange", "expert_imbalance")}
-        return Costs(shape, hardware, tp, **settings, **experts)
+        return Costs(shape, hardware, tp, **settings, **self.shares)
+
+    @property
+    def shares(self) -> dict[str, Any]:
+        """The fields of ``Costs`` that say how well it overlaps and balances."""
+        experts = {name: getattr(self, name) for name in ("exposed_exchange", "expert_imbalance")}
+        return experts | {"exposed_tp": _SHOWN_OF_ASYNC_TP if self.async_tp else 1.0}
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,8 @@ class Costs:
     Under expert parallelism ``ep`` GPUs in a row, of one or several tensor-parallel groups, divide the experts of every
     block (Megatron's folding, arXiv 2504.14960, with expert tensor parallelism 1). Every token goes to the GPUs of its
     experts and back, in two all-to-alls a pass; ``exposed_exchange`` is the share that computing does not hide. The
-    busiest GPU has ``expert_imbalance`` times the tokens of the mean one.
+    busiest GPU has ``expert_imbalance`` times the tokens of the mean one. ``exposed_tp`` is the share of
+    tensor-parallel collectives that computing does not hide, including what computing beside them loses.
 
     Raises ``UserError`` if ``tp``, ``cp`` or ``ep`` is below 1, if ``tp`` does not divide the heads or ``ep`` the
     experts, and for a profile of another model.
@@ -117,6 +118,7 @@ class Costs:
     ep: int = 1
     exposed_exchange: float = 1.0
     expert_imbalance: float = 1.0
+    exposed_tp: float = 1.0
 
     def __post_init__(self) -> None:
         for name, value in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)):
@@ -256,7 +258,7 @@ class Costs:
         layers = self.shape.layers - routed / 2 + _ENDS
         values = 4.0 * self.shape.hidden * self.hardware.bytes_per_value
         token_seconds = shard_bytes(layers * values, self.tp) / link.bandwidth
-        return np.where(count > 0, layers * 4 * link.latency + token_seconds * count, 0.0)
+        return self.exposed_tp * np.where(count > 0, layers * 4 * link.latency + token_seconds * count, 0.0)
 
     def expert_seconds(self, tokens: ArrayLike) -> Seconds:
         """Sending ``tokens`` tokens of a rank to the GPUs of their experts and back, in a forward or a backward."""

@@ -20,8 +20,6 @@ from wlb.workload.flops import (
     routed_flops_per_token,
 )
 
-# Exposed share of tensor-parallel collectives that overlap with matrix products in parts; fitted by fit_prices.py.
-_SHOWN_OF_ASYNC_TP = 0.6
 # Rates of matrix products in narrow types over those in bf16; fitted by fit_prices.py. (Tensor cores are twice as fast
 # in FP8; scaling and casting take the rest.)
 HOPPER_RATES = {"fp8": 1.76, "fp8-rowwise": 0.85}
@@ -58,10 +56,9 @@ def narrow_rate(preset: str, dtype: str) -> float:
 class StackSoftware(Software):
     """A training stack whose prices are ``StackCosts``.
 
-    ``async_tp`` splits tensor-parallel collectives and matrix products into parts that overlap. A stack that is not
-    ``fused`` runs every element-wise operation as its own kernel. ``block_rate`` is the rate of matrix products of
-    blocks in a narrow type, over that in the preset's. ``micro_batch_seconds`` is host time for a forward and backward,
-    however few tokens; the GPU waits for it.
+    A stack that is not ``fused`` runs every element-wise operation as its own kernel. ``block_rate`` is the rate of
+    matrix products of blocks in a narrow type, over that in the preset's. ``micro_batch_seconds`` is host time for a
+    forward and backward, however few tokens; the GPU waits for it.
 
     With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
     and reduces all their gradients after it, without overlap (``PerDocumentCPAttention`` of hao-ai-lab/DistCA, whose
@@ -69,15 +66,13 @@ class StackSoftware(Software):
     """
 
     expert_imbalance: float = 1.0  # prices were fitted to these rows without any
-    async_tp: bool = False
     fused: bool = True
     block_rate: float = 1.0
     micro_batch_seconds: float = 0.0
     gathers_context: bool = False
 
     def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> StackCosts:
-        experts: dict[str, Any] = {name: getattr(self, name) for name in ("exposed_exchange", "expert_imbalance")}
-        return StackCosts(shape, hardware, tp, software=self, **settings, **experts)
+        return StackCosts(shape, hardware, tp, software=self, **settings, **self.shares)
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,3 @@ class StackCosts(Costs):
         host = self.software.micro_batch_seconds / (1 + LINEAR_BACKWARD_FACTOR)
         own = host if phase == "forward" else LINEAR_BACKWARD_FACTOR * host
         return seconds + np.where(np.asarray(tokens) > 0, own, 0.0)
-
-    def tp_seconds(self, tokens: ArrayLike) -> Seconds:
-        shown = _SHOWN_OF_ASYNC_TP if self.software.async_tp else 1.0
-        return shown * super().tp_seconds(tokens)
