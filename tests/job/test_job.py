@@ -38,6 +38,22 @@ def test_documents_are_priced_in_the_type_that_the_job_computes_in(method):
     assert spec("cpu", training={"dtype": "float64"}).hardware.bytes_per_value == 8
 
 
+def test_overlapped_collectives_cost_what_other_stacks_show_and_need_compiled_blocks_on_the_gpus_of_a_node():
+    training = {"compile": True, "async_tp": True}
+    waiting, overlapped = (spec(parallel={"tp": 8}, training=one).costs for one in ({"compile": True}, training))
+    assert overlapped.tp_seconds([0, 4096]) == pytest.approx(0.6 * waiting.tp_seconds([0, 4096]))
+    assert replace(overlapped, exposed_tp=1.0) == waiting
+    cases: tuple[tuple[str, int, dict[str, Any], str], ...] = (
+        ("h100", 1, training, r"parallel.tp of 2 to 8 \(a node\), not cuda, compile = true, tp = 1; change"),
+        ("h100", 16, training, "not cuda, compile = true, tp = 16"),
+        ("h100", 8, {"async_tp": True}, "not cuda, compile = false, tp = 8"),
+        ("cpu", 8, training, "needs CUDA, .*, not cpu, compile = true, tp = 8"),
+    )
+    for hardware, tp, settings, message in cases:
+        with pytest.raises(UserError, match=message):
+            spec(hardware, parallel={"tp": tp}, training=settings)
+
+
 def test_a_job_that_is_too_large_says_what_it_needs_and_what_would_help():
     job = spec(parallel={"tp": 8, "pp": 4}, packing={"max_length_factor": 2.0})
     assert too_large(replace(job, limit=MemoryLimit(1e15, "a dream"))) is None

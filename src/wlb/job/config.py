@@ -305,6 +305,7 @@ class TrainingConfig(Section):
     router_bias_rate: Number = Field(0.001, ge=0, description="Change of the biases of sigmoid routers in a step")
     deterministic: bool = Field(False, description="Only kernels that give the same bits in every run; slower")
     compile: bool = Field(False, description="Run blocks through torch.compile")
+    async_tp: bool = Field(False, description="Overlap collectives of tp in compiled blocks, on CUDA; not yet measured")
     threads: PositiveInt | None = Field(
         None, description="CPU threads per process; default: OMP_NUM_THREADS, else cores / processes"
     )

@@ -131,11 +131,14 @@ class Job:
         """The job that ``config`` describes, on ``hardware``.
 
         ``vocab_size`` is that of the token store, if known. ``training.memory_gib`` is the memory limit if set, else
-        ``limit``. Raises ``UserError`` for a ``training.profile`` that cannot be read or is of another model.
+        ``limit``. Raises ``UserError`` for a ``training.profile`` that cannot be read or is of another model, and for a
+        ``training.async_tp`` that would have no effect.
         """
         if config.training.memory_gib is not None:
             limit = MemoryLimit(config.training.memory_gib * 2**30, "training.memory_gib")
         rates = hardware_preset(hardware) if isinstance(hardware, str) else hardware
+        if config.training.async_tp:
+            _check_async_tp(config, rates)
         profile = None if config.training.profile is None else read_profile(config.training.profile)
         return cls(
             shape=configured_shape(config.model, vocab_size),
@@ -147,6 +150,7 @@ class Job:
             layout=config.parallel.layout,
             activation_checkpointing=config.training.activation_checkpointing,
             compiled=config.training.compile,
+            software=Software(async_tp=config.training.async_tp),
             tied_embeddings=has_tied_embeddings(config.model),
             # On a GPU the copy is on the host.
             checkpoint_copy=rates.device_type == "cpu" and config.checkpoint.dir is not None,
@@ -444,6 +448,15 @@ def with_seconds(plan: StepPlan, both: NDArray[np.float64], forward: NDArray[np.
     seconds = zip(plan.micro_batches, both.tolist(), forward.tolist(), strict=True)
     priced = iter([replace(one, workload=round(total, 9), forward=round(first, 9)) for one, total, first in seconds])
     return replace(plan, ranks=tuple(tuple(next(priced) for _ in rank) for rank in plan.ranks))
+
+
+def _check_async_tp(config: JobConfig, rates: Hardware) -> None:
+    tp, compiled = config.parallel.tp, config.training.compile
+    if not (rates.device_type == "cuda" and compiled and 1 < tp <= rates.node_size):
+        raise UserError(
+            f"training.async_tp needs CUDA, training.compile and a parallel.tp of 2 to {rates.node_size} (a node), not "
+            f"{rates.device_type}, compile = {str(compiled).lower()}, tp = {tp}; change them, or leave async_tp out"
+        )
 
 
 def compute_type(training: TrainingConfig, device_type: str) -> str:

@@ -13,6 +13,7 @@ from wlb.training.checkpoint.files import candidates
 from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import JobMesh, build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
+from wlb.training.parallel.tensor_parallel import overlap_collectives
 from wlb.training.preflight import CheckedJob, check_agreed
 
 
@@ -45,6 +46,8 @@ def build_model(checked: CheckedJob, device: torch.device) -> RankModel:
     torch.manual_seed(training.seed)
     checkpoints = gathered(on_every_rank(lambda: candidates(config.checkpoint)))[0]
     seed = None if checkpoints or config.model.pretrained is not None else training.seed
+    if training.async_tp:
+        overlap_collectives(mesh.group("tp"))
     kept, compiled = job.activation_checkpointing, training.compile
     stages = build_stage_modules(
         checked.model, job.layout, mesh, execution, seed=seed, activation_checkpointing=kept, compiled=compiled

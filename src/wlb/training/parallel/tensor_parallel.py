@@ -8,8 +8,11 @@ size; ``shard_batch`` sees to that. Routers see these parts, and experts are not
 Embedding, head and the scores for the loss are split by vocabulary.
 """
 
+import warnings
 from typing import cast
 
+import torch.distributed as dist
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -44,6 +47,22 @@ def apply_tensor_parallel(module: Transformer, mesh: DeviceMesh) -> None:
         own = ColwiseParallel(input_layouts=_TOKENS, output_layouts=Shard(-1), use_local_output=False)
         plan["head.output"] = _all_tokens(inputs=2) if module.config.tied_embeddings else own
     parallelize_module(module, mesh, plan)
+
+
+def overlap_collectives(group: dist.ProcessGroup) -> None:
+    """Have blocks that are compiled from here on overlap collectives of ``group`` with their matrix products, in parts.
+
+    Of a dense block torch (2.13) overlaps both all-gathers of forward and backward, and the reduce-scatters of the
+    forward. Those of the backward stay whole, because their input is a sum of products, and so does the all-gather of
+    a forward before projections with a bias.
+    """
+    from torch._inductor import config  # slow to import
+
+    config._micro_pipeline_tp = True
+    with warnings.catch_warnings():
+        # It says that no one needs to call this any more, but the pass that overlaps still does (torchtitan#4045).
+        warnings.simplefilter("ignore", FutureWarning)
+        enable_symm_mem_for_group(group.group_name)
 
 
 def _attention_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
