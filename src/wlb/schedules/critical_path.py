@@ -114,7 +114,9 @@ class _Ranks:
         # The memory that the forwards of every document that have not run will take on each rank.
         of_ranks = (np.bincount(self._document, load.held[rank::pp].sum(axis=0)) for rank in range(pp))
         self._needed: list[list[int]] = [of_rank.astype(np.int64).tolist() for of_rank in of_ranks]
-        self._limits = [max(limit, *needed) for limit, needed in zip(limits, self._needed, strict=True)]
+        self._most_needed = [max(needed) for needed in self._needed]
+        self._limits = [*map(max, limits, self._most_needed)]
+        self._total = [0] * pp  # memory that each rank holds
         self._held: list[dict[int, int]] = [{} for _ in range(pp)]  # memory of every document that has begun, in order
         self._late: list[deque[int]] = [deque() for _ in load.forward]  # backwards of a stage with a weight part to run
         self._free = [0] * pp
@@ -152,6 +154,7 @@ class _Ranks:
         document, leaves = self._document[micro_batch], self._leaves[stage][micro_batch]
         held = self._held[rank]
         held[document] = held.get(document, 0) + sign * leaves
+        self._total[rank] += sign * leaves
         if not held[document]:
             del held[document]
         if sign > 0:
@@ -205,7 +208,9 @@ class _Ranks:
         """Whether every document that has begun can still finish once those before it have gone backward."""
         held, needed = self._held[rank], self._needed[rank]
         document, leaves, older = self._document[micro_batch], self._leaves[stage][micro_batch], 0
-        spare = self._limits[rank] - sum(held.values()) - leaves
+        spare = self._limits[rank] - self._total[rank] - leaves
+        if spare >= self._most_needed[rank]:
+            return True
         most = max(needed[other] for other in (document, *held))
         for other in held if document in held else (*held, document):
             if most - older <= spare:

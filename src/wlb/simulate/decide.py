@@ -28,7 +28,7 @@ from wlb.documents.order import ByIdentity, DataConfig
 from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.job import Job
-from wlb.job.memory.fit import fits, largest_factor, too_large
+from wlb.job.memory.fit import fits, fits_in_full, largest_factor, starving, too_large
 from wlb.job.planner import documents_together
 from wlb.packing.options import Grouping
 from wlb.packing.plan import StepPlan
@@ -45,7 +45,7 @@ from wlb.workload.base import Checkpointing, DocumentPrices
 
 _WINDOWS = 256  # of a step; for a larger global batch, a part of it decides
 _FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
-_SLICED_FILLINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # the same with slices
+_SLICED_FILLINGS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96)  # the same with slices
 _FEWEST = (1, 1.15, 1.5)  # times the fewest micro-batches that fit, if the usual numbers do not fit into memory
 _LEAST_WINDOWS, _LEAST_SLICED = 1 / 2, 1 / 32  # in a mean micro-batch, and where long documents are cut
 _FEWER_BUBBLES = 0.1  # share of bubbles saved by light micro-batches at both ends; measured on random jobs
@@ -182,7 +182,7 @@ def fastest_first(
     Choices that do not fit the memory are left out or, if ``exceeding``, come last.
     """
     heapify(waiting)
-    number, most_seconds, behind = count(len(waiting)), math.inf, set[object]()
+    number, most_seconds, behind, starved = count(len(waiting)), math.inf, set[object](), set[int]()
     while waiting:
         best = heappop(waiting)
         job = best.job
@@ -201,6 +201,9 @@ def fastest_first(
         elif best.rounds == 0 and not best.exceeds and not holds(job):
             if exceeding:
                 heappush(waiting, best._replace(exceeds=True))
+        elif best.rounds == 0 and best.number not in starved and job.plans_operations:
+            starved.add(best.number)
+            heappush(waiting, best._replace(seconds=best.seconds * starving(job)))
         elif best.rounds < 2:
             simulated = _simulated(best, lengths, work_prices)
             heappush(waiting, simulated)
@@ -408,5 +411,9 @@ def _with_weights(job: Job) -> Job:
 
 @lru_cache(maxsize=4096)
 def holds(job: Job) -> bool:
-    """Whether micro-batches of L_max fit into memory; if it is "auto", of the smallest L_max."""
-    return fits(job if job.packing.max_length_factor != "auto" else job.with_length_factor(job.least_length_factor))
+    """Whether micro-batches of L_max fit into memory; if it is "auto", of the smallest L_max.
+
+    Where lists cannot hold their most, more stages per pipeline rank only starve.
+    """
+    job = job if job.packing.max_length_factor != "auto" else job.with_length_factor(job.least_length_factor)
+    return fits_in_full(job) if job.layout.virtual_pp > 1 else fits(job)

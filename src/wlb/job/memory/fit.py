@@ -36,7 +36,11 @@ from wlb.schedules.operations import BACKWARD, FORWARD, round_size
 
 HELD = ("activations", "received keys and values", "scores")  # held from forward to backward
 _EVEN_ROUNDS = 4  # of pp micro-batches: fill the pipeline, allocate all gradients, one more, drain it
+_PLANNED_ROUNDS = 2  # the same in planned lists, which are as full after a round
 _EVEN_MICRO_BATCHES = 2  # of a rank in level steps: more of the same need no more memory
+# Of what planned lists hold, in gaps between activations of micro-batches of different sizes (assumed; expandable
+# segments return whole pages only).
+_FRAGMENTS = 0.04
 _FACTORS = 64  # values of L_max that are tried per context window
 
 
@@ -83,6 +87,18 @@ def most_in_flight(job: Job) -> list[int]:
     return [limits[rank] for rank in like_ranks(job)]
 
 
+def starving(job: Job) -> float:
+    """How many times as long planned lists take at least, because memory holds too few micro-batches.
+
+    A stage holds the activations of a micro-batch while it goes through all later stages and back. So tokens held times
+    seconds (Little's law) bound what the first rank runs with its memory.
+    """
+    layout, stages = job.layout, held_of_stages(job)[:: job.layout.pp]
+    held = sum(share * (1 - chunk / layout.virtual_pp) for chunk, share in enumerate(stages))
+    tokens = job.global_batch * job.context_window / job.step_micro_batches
+    return max(1.0, layout.pp * tokens * held / most_in_flight(job)[0])
+
+
 class _Planned(NamedTuple):
     """Memory with planned lists: ``static``, and what forwards hold, at ``least`` and at ``most``."""
 
@@ -92,16 +108,20 @@ class _Planned(NamedTuple):
 
     @property
     def in_full(self) -> int:
-        return self.static.total + sum(self.most.values())
+        return self._with(self.most).total
 
     def room(self, limit: float) -> int | None:
         """Bytes that forwards may hold, if they may not hold their most within ``limit`` bytes; at least ``least``."""
-        return None if self.in_full <= limit else max(sum(self.least.values()), int(limit) - self.static.total)
+        within = int((limit - self.static.total) / (1 + _FRAGMENTS))
+        return None if self.in_full <= limit else max(sum(self.least.values()), within)
 
     def within(self, limit: float) -> MemoryEstimate:
         """The peak memory if lists keep within ``limit`` bytes as far as they can."""
         room = self.room(limit)
-        parts = [self.static.parts, self.most if room is None else {"activations": room}]
+        return self._with(self.most if room is None else {"activations": room})
+
+    def _with(self, held: dict[str, int]) -> MemoryEstimate:
+        parts = [self.static.parts, held, {"fragments": int(_FRAGMENTS * sum(held.values()))}]
         return replace(self.static, parts={name: sum(of.get(name, 0) for of in parts) for of in parts for name in of})
 
 
@@ -116,7 +136,7 @@ def _planned(job: Job) -> tuple[_Planned, ...]:
     keys and values are kept of slices.
     """
     count, usual = job.rank_micro_batches, largest_share(job, job.in_flight_length)
-    walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
+    walked = min(count, _PLANNED_ROUNDS * round_size(job.layout.pp, count))
     ranks = rank_memories(job, [usual] * walked)
     one = job.sliced_length if job.slices_documents else job.max_tokens
     least = [_held(job, [rank], in_flight=False) for rank in rank_memories(job, [largest_share(job, one)])]
@@ -161,11 +181,11 @@ def largest_factor(job: Job) -> float | None:
         least = job.least_length_factor
         steps = _FACTORS * (job.layout.pool_size if job.levels_steps else 1)  # steps of the share of a rank
         factors = [least + (most - least) * count / steps for count in range(steps + 1)]
-    fitting = bisect_left(factors, True, key=lambda factor: not _fits_in_full(job.with_length_factor(factor)))
+    fitting = bisect_left(factors, True, key=lambda factor: not fits_in_full(job.with_length_factor(factor)))
     return factors[fitting - 1] if fitting else None
 
 
-def _fits_in_full(job: Job) -> bool:
+def fits_in_full(job: Job) -> bool:
     """``fits``, and planned lists may hold their most."""
     limit = job.memory_limit.number_of_bytes
     return all(planned.in_full <= limit for planned in _planned(job)) if job.plans_operations else fits(job)
