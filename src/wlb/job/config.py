@@ -178,8 +178,8 @@ class LayoutConfig(Section):
     )
     head: Head = Field(
         "auto",
-        description="Output head of a pipeline: on the last stage, or dealt to all ranks by micro-batches; auto "
-        "simulates with preset balanced, and else is last",
+        description="Output head of a pipeline: on the last stage, or dealt to ranks by micro-batches; auto simulates "
+        "both with preset balanced",
     )
 
     @property

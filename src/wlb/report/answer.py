@@ -93,6 +93,8 @@ def columns_of(verdict: Verdict) -> dict[str, list[str]]:
     windows = [system.job.packing.micro_batch_windows for system in systems.values()]
     if max(windows) > 1:
         rows["windows of a micro-batch"] = [f"{one}" for one in windows]
+    if any(one.deals_head for one in layouts):
+        rows["output head"] = ["dealt" if one.deals_head else "last stage" for one in layouts]
     if any(one.pp == 1 for one in layouts):
         rows["weights"] = ["kept" if one.keeps_weights else "gathered" for one in layouts]
     rows["activation checkpointing"] = [system.job.activation_checkpointing for system in systems.values()]

@@ -330,5 +330,5 @@ def _as_baseline(job: Job) -> dict[str, Any]:
 
 def _written(job: Job) -> dict[str, Any]:
     interleaved = tuple(name for name in ("virtual_pp", "ep") if getattr(job.layout, name) > 1)
-    named = [name for name in ("schedule", "weights") if getattr(job.layout, name) != "auto"]
+    named = [name for name in ("schedule", "weights", "head") if getattr(job.layout, name) != "auto"]
     return {name: getattr(job.layout, name) for name in ("dp", "pp", "cp", "tp", *interleaved, *named)}

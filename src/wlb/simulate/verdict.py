@@ -279,6 +279,7 @@ class Verdict:
                 | {
                     "activation_checkpointing": result.job.activation_checkpointing,
                     "weights": "kept" if result.job.layout.keeps_weights else "gathered",
+                    "head": "dealt" if result.job.layout.deals_head else "last",
                     "speedup": self.speed(name),
                     "speed_at_equal_work": self.speed_at_equal_work(name),
                     "spread": self.spread(name),
