@@ -1,6 +1,6 @@
 """What is drawn as lost is what the verdict counts as lost."""
 
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ from wlb.job.planner import StepPlanner
 from wlb.report.html.diagrams import pipeline_chart
 from wlb.report.html.markup import Caption
 from wlb.report.timeline import EXCHANGE, WAITING, Timeline, timeline
+from wlb.schedules.operations import HEAD
 from wlb.simulate.decide import decide
 
 
@@ -53,3 +54,19 @@ def test_waiting_inside_a_micro_batch_is_drawn_as_waiting():
     assert described is not None
     assert (described.text or "").endswith(f"{line.lost:.0%} lost")
     assert EXCHANGE in chart
+
+
+def test_heads_are_drawn_on_the_ranks_that_run_them():
+    dealt = decide(job("balanced", pp=4, dp=2, micro_batches=8, head="dealt"), documents())
+    line = timeline(next(StepPlanner(dealt, documents()).plans()), dealt)
+    heads = [place for place, one in enumerate(line.operations) if one.kind == HEAD]
+    assert len(heads) == dealt.rank_micro_batches
+    for pipeline, lists in enumerate(line.plan.operations):
+        ranks = {one.micro_batch: rank for rank, mine in enumerate(lists) for one in mine if one.kind == HEAD}
+        assert ranks == {line.operations[place].micro_batch: line.pipeline_ranks[place, pipeline] for place in heads}
+        for rank in range(4):  # no rank runs two operations at once
+            mine = [place for place, of_dp in enumerate(line.pipeline_ranks[:, pipeline]) if of_dp == rank]
+            spans = sorted((line.starts[place, pipeline], line.ends[place, pipeline]) for place in mine)
+            assert all(end <= start + 1e-12 for (_, end), (start, _) in pairwise(spans))
+    taken = line.ends - line.starts
+    assert line.compute[heads].sum(axis=2) == pytest.approx(taken[heads])

@@ -2,7 +2,7 @@
 
 import random
 
-from wlb.schedules.operations import Operation, RankOperations
+from wlb.schedules.operations import Operation, RankOperations, head_ranks
 
 
 def operations_by_chance(
@@ -10,14 +10,15 @@ def operations_by_chance(
 ) -> RankOperations:
     """Forwards of a stage are ascending, backwards of all stages in one order, whole or in two parts.
 
-    A dealt head is dealt to some of the ranks or to all.
+    A dealt head is dealt to some of the ranks that have one, or to all.
     """
     rng = random.Random(seed)
     stages, backwards = pp * per_rank, rng.sample(range(micro_batches), micro_batches)
     lists: list[list[Operation]] = [[] for _ in range(pp)]
     ahead, back = [0] * stages, [0] * stages
     put_off: list[Operation] = []
-    some = rng.sample(range(pp), rng.randint(1, pp)) if deals_head else []
+    with_head = head_ranks(pp)
+    some = rng.sample(with_head, rng.randint(1, len(with_head))) if deals_head else []
     heads = {index: Operation(rng.choice(some), index, "H") for index in range(micro_batches) if deals_head}
     while True:
         ready = [*put_off, *(head for index, head in heads.items() if index < ahead[-1])]

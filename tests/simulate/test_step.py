@@ -7,11 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.simulate.jobs import ROUTED, documents, job
+from tests.simulate.jobs import ROUTED, SHAPE, documents, job
 from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
 from wlb.report.timeline import timeline
+from wlb.schedules.operations import HEAD
 from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps
+from wlb.simulate.costs import JobCosts
+from wlb.simulate.decide import decide
+from wlb.simulate.step import Steps
 from wlb.workload.phases import DocumentPhases
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -77,3 +81,34 @@ def test_the_timeline_ends_with_the_step():
     assert (line.starts >= 0).all()
     slowest = line.compute.max(axis=2)
     assert (slowest <= line.ends - line.starts + 1e-12).all()
+
+
+def test_a_dealt_head_is_work_of_the_ranks_that_run_it():
+    dealt = decide(job("balanced", pp=4, dp=2, micro_batches=8, head="dealt"), documents())
+    assert [*dealt.stage_blocks] == [2] * 4
+    plan = next(StepPlanner(dealt, documents()).plans())
+    steps = simulate_step(plan, dealt)
+    assert isinstance(steps, Steps)
+    assert sum(steps.where.values()) == pytest.approx(steps.seconds)
+    shards, heads = steps.shards, steps.head.both.sum(axis=(0, 3))  # (dp, micro-batches)
+    blocks = float((shards.attention_forward + shards.attention_backward + steps.blocks.both).sum())
+    assert steps.gpu_seconds.sum() == pytest.approx(blocks + heads.sum())
+    assert steps.heads[0] == pytest.approx(heads)  # pools of one rank
+    for pipeline, lists in enumerate(plan.operations):
+        busy = steps.gpu_seconds[0, :, pipeline].sum(axis=1)
+        mine = [sum(heads[pipeline, one.micro_batch] for one in of_rank if one.kind == HEAD) for of_rank in lists]
+        assert mine[0] == 0
+        assert busy - mine == pytest.approx(np.full(4, busy[0]))
+    alone = replace(steps, modelled=frozenset({"compute"}))  # evenly over all ranks
+    assert alone.ends == pytest.approx((steps.stages.both.sum() + steps.heads.sum()) / 8)
+
+
+def test_gradients_of_a_dealt_head_are_gathered_reduced_and_summed_on_every_rank_that_has_one():
+    dealt, last = (JobCosts(job("balanced", pp=4, dp=2, head=head)) for head in ("dealt", "last"))
+    moved = 2 * SHAPE.vocab_size * SHAPE.hidden / 2 * 10 * 4  # of two more heads, over two ranks: AdamW and clipping
+    more = (dealt.optimizer - last.optimizer).sum()
+    assert more == pytest.approx(moved / dealt.job.hardware.memory_bandwidth)
+    assert dealt.root_gather.tolist() == [last.root_gather[0]] * 4  # of the first the embedding
+    reduced = dealt.rank_reduction - dealt.job.stage_blocks * dealt.block_reduction
+    assert reduced[0] == pytest.approx(dealt.root_reduction[0])
+    assert (reduced[1:] > 1.1 * dealt.root_reduction[1:]).all()

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
-from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
+from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation
 from wlb.simulate.level import LevelSteps
 from wlb.simulate.rate import simulate_step
 from wlb.simulate.step import EVERYTHING, Steps
@@ -32,7 +32,7 @@ class Timeline:
     plan: StepPlan
     steps: Steps | LevelSteps  # this step alone, as it was simulated
     operations: tuple[Operation, ...]
-    pipeline_ranks: tuple[int, ...]  # of each operation
+    pipeline_ranks: NDArray[np.intp]  # (operations, dp); data-parallel ranks may deal heads differently
     starts: Array  # (operations, dp)
     ends: Array  # (operations, dp)
     compute: Array  # (operations, dp, cp)
@@ -83,13 +83,18 @@ def timeline(plan: StepPlan, job: Job) -> Timeline:
     times, (forward, backward) = steps.pipelines, steps.computing
     weights = 0.0 if steps.weights is None else steps.weights[..., None]
     computed = {FORWARD: forward, BACKWARD: backward, INPUT: backward - weights, WEIGHT: weights + 0 * backward}
-    home = {stage: rank for rank, stages in enumerate(job.layout.rank_stages) for stage in stages}
+    pipeline_ranks = np.array([[one.stage % job.layout.pp] * job.layout.pools for one in times.operations])
+    if isinstance(steps, Steps):
+        computed[HEAD] = np.broadcast_to(steps.head.both[:, :, None], forward.shape)
+        for place, one in enumerate(times.operations):
+            if one.kind == HEAD:
+                pipeline_ranks[place] = steps.head_stages[0, :, one.micro_batch]
     return Timeline(
         job,
         plan,
         steps,
         times.operations,
-        tuple(home[operation.stage] for operation in times.operations),
+        pipeline_ranks,
         times.starts[:, 0],
         times.ends[:, 0],
         np.stack([computed[o.kind][0, :, o.stage, o.micro_batch] for o in times.operations]),

@@ -13,11 +13,11 @@ from typing import Any
 
 from wlb.errors import UserError
 from wlb.report.timeline import Timeline
-from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
+from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation
 
 MOST_TRACKS = 256  # drawn of a system
 _MICROSECONDS = 1e6
-_PHASES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight gradients"}
+_PHASES = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward", WEIGHT: "weight gradients", HEAD: "head"}
 _SHORTEST_SECONDS = 1e-9  # anything shorter is rounding
 
 
@@ -68,7 +68,7 @@ def _events(name: str, line: Timeline, dp_ranks: Sequence[int], cp_ranks: Sequen
 
 
 def _of_operation(line: Timeline, index: int, operation: Operation, dp: int, cp: int) -> Iterator[dict[str, Any]]:
-    thread = line.pipeline_ranks[index] * line.job.layout.pool_size + cp
+    thread = int(line.pipeline_ranks[index, dp]) * line.job.layout.pool_size + cp
     start, end = float(line.starts[index, dp]), float(line.ends[index, dp])
     compute = float(line.compute[index, dp, cp])
     phase = _PHASES[operation.kind]

@@ -42,7 +42,7 @@ from wlb.runtime.own_lists import (
     reduce_gradients,
 )
 from wlb.runtime.weight_gradients import WeightGradients
-from wlb.schedules.operations import FORWARD, HEAD, INPUT, WEIGHT, Operation, RankOperations
+from wlb.schedules.operations import FORWARD, HEAD, INPUT, WEIGHT, Operation, RankOperations, head_ranks
 from wlb.schedules.timing import in_dependency_order
 
 LossFunction = Callable[[Tensor, Any], Tensor]
@@ -252,9 +252,9 @@ def pipeline(
     ``loss_fn`` takes the result of the last stage and the target of the micro-batch. Make a pipeline once: stages keep
     gradients and messages from step to step.
 
-    With ``deals_head`` every rank has a copy of the output head, and ``loss_fn`` runs this rank's on the stream that
-    the last stage returns. The copy belongs to the module of the rank's first stage, under FSDP2 to its outermost unit.
-    Sum the gradients of all copies after each step.
+    With ``deals_head`` the ``head_ranks`` have copies of the output head, and ``loss_fn`` runs this rank's on the
+    stream that the last stage returns. The copy belongs to the module of the rank's first stage, under FSDP2 to its
+    outermost unit. Sum the gradients of all copies after each step.
     """
     stages = [*stages]
     if deals_head:
@@ -285,7 +285,7 @@ def run_order(
         operations: The operations of each pipeline rank, in order (``wlb.schedules.operations.rank_operations`` makes
             the named schedules). They may differ from step to step, and between pipelines that share weights. The
             second part of a backward computes weight gradients of linear layers; those in a row, in one stage, together
-            (``PRODUCT_ROWS``). Each micro-batch of a dealt head has a HEAD in the first stage of any rank.
+            (``PRODUCT_ROWS``). A dealt head runs each micro-batch in the first stage of one of the ``head_ranks``.
         inputs: Token ids of each micro-batch; only the first stage gets them.
         rows: Rows of the stream on this rank, for each micro-batch.
         keywords: For every stage.
@@ -355,12 +355,14 @@ def _check(operations: RankOperations, ranks: int, stages: int, micro_batches: i
     passes = dict.fromkeys(product(range(stages + deals_head), range(micro_batches)), "")  # a dealt head comes last
     for rank, of_rank in enumerate(operations):
         for stage, micro_batch, kind in of_rank:
-            here = kind if rank == (stage if kind == HEAD else stage % ranks) else "elsewhere"
+            at_home = rank == stage % ranks and (kind != HEAD or (rank == stage and rank in head_ranks(ranks)))
+            here = kind if at_home else "elsewhere"
             place = stages if kind == HEAD else stage, micro_batch
             passes[place] = passes.get(place, "surplus") + here
     wrong = [place for place, kinds in passes.items() if kinds not in (("FB", "FIW") if place[0] < stages else ("H",))]
     if wrong or len(operations) != ranks:
-        head = ", and some rank a head (H) of each in its first stage" if deals_head else ""
+        among = [*head_ranks(ranks)]
+        head = f", and one of the ranks {among} a head (H) of each in its first stage" if deals_head else ""
         raise UserError(
             f"operations of (stage, micro-batch) {wrong} are wrong; give each of {ranks} ranks a forward (F) and a "
             f"backward (B, or I and W) of {micro_batches} micro-batches in each of its stages (every {ranks}th of "

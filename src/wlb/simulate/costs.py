@@ -58,9 +58,10 @@ class JobCosts:
         if not self.layout.deals_head:
             return reduction
         shard = self._matrix * MASTER_BYTES / self.layout.dp_cp
-        ranks = len(self.layout.head_stages)
-        link = group_link(self.job.hardware, "all_gather", ranks, self.layout.tp * self.layout.dp_cp)
-        return reduction + 2 * link.seconds(shard_bytes(shard, ranks))
+        ranks = self.layout.head_stages
+        link = group_link(self.job.hardware, "all_gather", len(ranks), self.layout.tp * self.layout.dp_cp)
+        reduction[ranks] += 2 * link.seconds(shard_bytes(shard, len(ranks)))
+        return reduction
 
     @cached_property
     def optimizer(self) -> NDArray[np.float64]:

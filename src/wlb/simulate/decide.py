@@ -94,7 +94,8 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False) -> Jo
             "grouping = 'level' gives each rank its own number of micro-batches, which this loop cannot run; "
             "leave it out"
         )
-    if len(jobs) > 1 or not job.pools_decided:
+    (job, *others) = jobs
+    if others or not job.pools_decided:
         job = _with_pools(jobs, lengths, lock_step)
     decided = by_memory(job)
     if not job.packing.is_balanced and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
@@ -118,7 +119,7 @@ def with_heads(job: Job) -> list[Job]:
 
 
 def with_stages(job: Job, lengths: DocumentLengths) -> Job:
-    """``job`` with its blocks dealt to pipeline stages by the seconds of blocks and output head.
+    """``job`` with its blocks dealt to pipeline stages by the seconds of blocks, and of an output head on the last.
 
     Seconds are for the documents of one global batch, or for a part of a large one.
     """
@@ -127,7 +128,8 @@ def with_stages(job: Job, lengths: DocumentLengths) -> Job:
     windows = min(job.global_batch, _WINDOWS)
     documents = _first_documents(ByIdentity(lengths), job.data, windows * job.context_window, 1)
     (blocks,), (head,) = Packed(documents, np.zeros(len(documents), np.int64), 1).blocks_and_heads(job)
-    in_blocks = round(float(head) * job.shape.layers / float(blocks), 2)  # so that machines agree
+    on_last = float(head) * job.head_shares[-1]
+    in_blocks = round(on_last * job.shape.layers / float(blocks), 2)  # so that machines agree
     return replace(job, layout=replace(job.layout, stage_blocks=dealt_blocks(job.shape.layers, job.layout, in_blocks)))
 
 
@@ -203,7 +205,8 @@ def fastest_first(
                 heappush(waiting, best._replace(exceeds=True))
         elif best.rounds == 0 and best.number not in starved and job.plans_operations:
             starved.add(best.number)
-            heappush(waiting, best._replace(seconds=best.seconds * starving(job)))
+            filled = 1 + (layout.pp - 1) / (layout.virtual_pp * job.rank_micro_batches)  # part of the bound already
+            heappush(waiting, best._replace(seconds=best.seconds * max(1.0, starving(job) / filled)))
         elif best.rounds < 2:
             simulated = _simulated(best, lengths, work_prices)
             heappush(waiting, simulated)

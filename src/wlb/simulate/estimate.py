@@ -172,7 +172,8 @@ def judge_config(
     sizes = job.layout.world_size, job.shape, job.hardware, job.context_window, job.global_batch
     space = SearchSpace(*sizes, settings=alike)
     given = None if baseline else job.activation_checkpointing
-    configured = replace(space, micro_batch_windows=job.packing.micro_batch_windows).fixed_to(job.layout, given)
+    layout = replace(job.layout, head="auto")  # no system but ours deals heads
+    configured = replace(space, micro_batch_windows=job.packing.micro_batch_windows).fixed_to(layout, given)
     spaces = dict.fromkeys(presets, configured)
     if baseline is not None and BASELINE in presets:
         own = replace(space, micro_batch_windows=baseline.micro_batch_windows)

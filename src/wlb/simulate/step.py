@@ -122,7 +122,7 @@ class Steps(StepSeconds):
 
     @property
     def computing(self) -> Phases:
-        """Computing seconds of each rank, without waiting; shape (steps, dp, stages, micro-batches, cp)."""
+        """Computing seconds of each rank, without waiting and dealt heads; (steps, dp, stages, micro-batches, cp)."""
         shards, (forward, backward) = self.shards, self.blocks
         blocks = Phases(shards.attention_forward + forward, shards.attention_backward + backward)
         return Phases(*map(self._over_stages, blocks, self.head))
@@ -231,7 +231,11 @@ class Steps(StepSeconds):
     @cached_property
     def _computed(self) -> Array:
         forward, backward = self.computing
-        return forward + backward
+        computed = forward + backward
+        if self.costs.layout.deals_head and "stages" in self.modelled:
+            places = np.arange(computed.shape[2]) == self.head_stages[..., None]  # (steps, dp, micro-batches, stages)
+            computed += np.moveaxis(places, -1, 2)[..., None] * self.head.both[:, :, None]
+        return computed
 
     def _together(self, ranks: Array) -> Array:
         """Seconds of groups from those of their ranks (the last axis)."""
@@ -253,20 +257,18 @@ class Steps(StepSeconds):
         shares, head_shares = job.stage_shares, job.head_shares
         if "stages" not in self.modelled:
             shares = head_shares = np.full(len(shares), 1 / len(shares))
-        elif inner and self.costs.layout.deals_head:
-            head_shares = self._head_places
         return over_stages(blocks, head, shares, head_shares, inner)
 
     @cached_property
-    def _head_places(self) -> Array:
-        """1 for the stage of the rank that runs the head of a micro-batch; shape (steps, dp, stages, micro-batches)."""
-        steps, dp, micro_batches = self.shards.parts.shape
-        places, named = np.zeros((steps, dp, self.costs.layout.stages, micro_batches)), self.operations
-        for step, pipeline in np.ndindex(steps, dp):
-            lists = named[step][pipeline] if named else self.costs.layout.operations(micro_batches)
-            for one in chain(*lists):
-                places[step, pipeline, one.stage, one.micro_batch] += one.kind == HEAD
-        return places
+    def head_stages(self) -> NDArray[np.intp]:
+        """The stage of the rank that runs the dealt head of each micro-batch; shape (steps, dp, micro-batches)."""
+        found = np.zeros(self.shards.parts.shape, np.intp)
+        for step, pipeline in np.ndindex(found.shape[:2]):
+            planned = self.operations[step][pipeline] if self.operations else None
+            for one in chain(*(planned or self.costs.layout.operations(self.shards.parts.shape[-1]))):
+                if one.kind == HEAD:
+                    found[step, pipeline, one.micro_batch] = one.stage
+        return found
 
 
 def slowest_over_mean(seconds: Array, axes: tuple[int, ...]) -> Array:

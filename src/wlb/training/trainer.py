@@ -210,7 +210,7 @@ def train_step(
 
 
 def _documents_to_blame(plan: StepPlan, model: RankModel, losses: Sequence[Tensor]) -> str:
-    """The documents of micro-batches whose loss is not finite; ``losses`` are this rank's, if it has the last stage."""
+    """The documents of micro-batches whose loss is not finite; ``losses`` are this rank's, if it ran the head."""
     mine = zip(own_micro_batches(plan, model.share.dp_rank, model.share.cp_rank), losses, strict=False)
     found = [segment.document for part, loss in mine if not torch.isfinite(loss) for segment in part.segments]
     documents = {document for of_rank in gathered(found) for document in of_rank}

@@ -137,7 +137,7 @@ def steps_chart(steps: Mapping[str, Timeline], verdict: Verdict) -> alt.Chart:
             rank = {"system": system, "row": row, "told": f"pp {pp}, dp {dp}, cp {cp}"}
             rows.append(rank | {"what": WAITING, "start": 0.0, "end": seconds})
             for place in step.operations_of(dp, cp):
-                if step.pipeline_ranks[place] == pp:
+                if step.pipeline_ranks[place, dp] == pp:
                     start, end = step.starts[place, dp], step.starts[place, dp] + step.compute[place, dp, cp]
                     rows.append(rank | {"what": COMPUTING, "start": scale * start, "end": scale * end})
     each = RANK_HEIGHT * (1 + max(row["row"] for row in rows)) + NAME_HEIGHT

@@ -69,6 +69,7 @@ def test_pipelines_that_run_a_micro_batch_together_begin_it_together():
     assert apart.rank_ends.tolist() == [[8.0, 4.0]]
 
 
+@pytest.mark.usefixtures("kernels_launched_at_once")
 def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
     lengths = lengths_of(4096, 512, 512, 4096)
     groups = (Group(0, (0,), (0,)), Group(0, (1,), (1,)), Group(1, (0,), (2,)), Group(1, (1,), (3,)))
@@ -78,6 +79,7 @@ def test_a_barrier_makes_ranks_wait_and_ranks_apart_do_not():
     assert barrier > 1.2 * apart
 
 
+@pytest.mark.usefixtures("kernels_launched_at_once")
 def test_ranks_that_fetch_weights_wait_for_nobody_and_share_no_adapters():
     """On one node fetching takes what gathering together does, so only waiting differs; on two it is slower."""
     gathering = partial(ranks, weights="gathered")

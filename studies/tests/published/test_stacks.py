@@ -78,6 +78,7 @@ def test_the_host_takes_as_long_for_every_micro_batch_that_has_tokens(tokens: li
     assert waits.document_seconds(4096) == pytest.approx(without.document_seconds(4096))
 
 
+@pytest.mark.usefixtures("kernels_launched_at_once")
 def test_gathering_the_context_shows_whole_in_both_directions():
     simulated = simulated_job(
         SHAPE, WINDOW, "fixed-4d", cp=4, micro_batches=4, software=StackSoftware(gathers_context=True)

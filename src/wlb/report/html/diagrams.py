@@ -75,7 +75,7 @@ def _pipelines(shapes: list[Markup], step: Timeline, scale: Scale, top: float) -
         for index in step.operations_of(dp, cp):
             left, right = scale(step.starts[index, dp]), scale(step.ends[index, dp])
             if right - left >= _NAMED_WIDTH and height >= 16:
-                middle = top + (step.pipeline_ranks[index] + 0.5) * height + 3
+                middle = top + (step.pipeline_ranks[index, dp] + 0.5) * height + 3
                 number = str(step.operations[index].micro_batch)
                 shapes.append(text((left + right) / 2, middle, number, "middle", "inside"))
         top += pp * height + 6
@@ -88,12 +88,12 @@ def _spans(step: Timeline, dp: int, cp: int) -> Iterator[tuple[str, int, float, 
     for rank in range(pp):
         # Without a pipeline a rank pauses only until those that it shares a document with are free.
         yield _PART[BUBBLES if pp > 1 else WAITING], rank, 0.0, step.seconds
-        own = max((step.ends[index, dp] for index in mine if step.pipeline_ranks[index] == rank), default=0.0)
+        own = max((step.ends[index, dp] for index in mine if step.pipeline_ranks[index, dp] == rank), default=0.0)
         met = step.rank_ends[rank].max()
         yield _PART[WAITING], rank, own, met
         yield _PART[_OTHER], rank, met, met + step.reduction[rank] + step.optimizer[rank]
     for index in mine:
-        rank, start = step.pipeline_ranks[index], step.starts[index, dp]
+        rank, start = int(step.pipeline_ranks[index, dp]), step.starts[index, dp]
         worked = start + parts["work"][index, dp]
         yield _PART[WAITING], rank, start, step.ends[index, dp]
         yield _PART[EXCHANGE], rank, worked, worked + parts[EXCHANGE][index, dp]
