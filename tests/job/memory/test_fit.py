@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.limits import examples
 from wlb.documents.lengths import read_lengths
 from wlb.job.job import MemoryLimit
-from wlb.job.memory.fit import HELD, fits, largest_factor, predicted_memory
-from wlb.job.memory.layers import LayerMemory, held_of_token
+from wlb.job.memory.fit import HELD, fits, largest_factor, most_in_flight, predicted_memory, starving
+from wlb.job.memory.layers import LayerMemory, held_of_stages, held_of_token
 from wlb.job.planner import StepPlanner
 from wlb.simulate import simulated_job
 
@@ -93,7 +93,23 @@ def test_planned_lists_hold_what_memory_allows():
             changes = [size * {"F": 1, "B": -1}.get(one.kind, 0) for size, one in zip(sizes, operations, strict=True)]
             held.append(np.cumsum(changes).max() * held_of_token(job))
         most.append(max(held))
-        static = sum(value for name, value in predicted_memory(limited).parts.items() if name not in HELD)
+        beside = {*HELD, "kept keys and values", "fragments"}
+        static = sum(value for name, value in predicted_memory(limited).parts.items() if name not in beside)
         assert max(held) + static <= 1.02 * limit
+        assert predicted_memory(limited).parts["fragments"] == pytest.approx(
+            0.04 / 1.04 * (predicted_memory(limited).total - static)
+        )
     assert most[0] > most[1] > most[2]
     assert not fits(replace(job, limit=MemoryLimit(0.3 * in_full, "this test")))
+
+
+def test_lists_starve_where_memory_holds_fewer_micro_batches_than_the_pipeline_has_ranks():
+    job = simulated_job("llama3-8b", 131_072, activation_checkpointing="keep_attention", pp=8, tp=4, head="dealt")
+    job = replace(job, packing=job.packing.changed(global_batch=16)).with_pools("slices", 1, 16)
+    job = replace(job.with_length_factor(job.least_length_factor), limit=MemoryLimit(1e13, "this test"))
+    short = replace(job, limit=MemoryLimit(0.6 * predicted_memory(job).total, "this test"))
+    assert fits(short)
+    assert starving(job) == 1
+    in_flight = most_in_flight(short)[0] / (held_of_stages(short)[0] * 131_072)  # mean micro-batches
+    assert starving(short) > 1.5
+    assert starving(short) == pytest.approx(8 / in_flight)
