@@ -84,8 +84,8 @@ def check_built(shape: ModelShape) -> None:
 class Transformer(nn.Module):
     """The blocks ``layers`` of a decoder, with the embedding if the first is among them and the head if the last is.
 
-    ``dealt_heads`` is for dealt heads, whose ``scores`` no forward ends with: the number of modules that have one if
-    this has, and else 0.
+    If the head is dealt, no forward ends with its ``scores``. ``dealt_heads`` is then the number of modules that have
+    one, or 0 if this has none.
     """
 
     def __init__(

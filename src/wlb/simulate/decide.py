@@ -4,11 +4,11 @@ Trainer, dry run, simulator, batches, report and rivals call it, so that the sam
 layouts (``wlb.simulate.search``) has the same engine, ``fastest_first``: every choice has a lower bound of its
 step time, the most promising one is simulated, and one that is still ahead after all steps is settled.
 
-``decide`` chooses the size of pools, their number of micro-batches and the grouping of documents; without a pipeline it
-may choose level steps. More micro-batches fill a pipeline better, and larger pools hold more of a document. But a long
-document is alone in a small micro-batch, and K/V traffic goes further in large pools. So the fastest choice depends on
-the whole job and its documents. Choices that do not fit into memory come last. In a pipeline, choices use slices; whole
-documents are tried with the best choice, because they exchange less.
+``decide`` chooses the size of pools, their number of micro-batches, the grouping of documents and where the output head
+is; without a pipeline it may choose level steps. More micro-batches fill a pipeline better, and larger pools hold more
+of a document. But a long document is alone in a small micro-batch, and K/V traffic goes further in large pools. So the
+fastest choice depends on the whole job and its documents. Choices that do not fit into memory come last. In a pipeline,
+choices use slices; whole documents are tried with the best choice, because they exchange less.
 """
 
 import math

@@ -129,9 +129,8 @@ class _Planned(NamedTuple):
 def _planned(job: Job) -> tuple[_Planned, ...]:
     """The memory of each of the ``unlike_ranks``.
 
-    Ranks hold at most as much as the fullest in the named schedule, and at least the micro-batches of one document.
-
-    The most are micro-batches of ``job.in_flight_length`` and a document of a context window beside them; or all
+    Ranks hold at most as much as the fullest in the named schedule, and at least the micro-batches of one document. The
+    most are micro-batches of ``job.in_flight_length`` and a document of a context window beside them; or all
     micro-batches with slices of one document, if they hold more. The longest micro-batch needs more while it runs, and
     keys and values are kept of slices.
     """
@@ -170,8 +169,8 @@ def fits(job: Job) -> bool:
 def largest_factor(job: Job) -> float | None:
     """The largest L_max that fits into memory, in context windows; None if not even the smallest does.
 
-    Planned lists hold their most, so where the smallest L_max does not fit, the job may still fit with lists that hold
-    less.
+    It lets planned lists hold their most. Where the smallest L_max does not, they may still fit and hold less.
+
     A multiple of 1/64 window; if the tokens of a step are bounded, one of 64 values from the smallest to the largest.
     """
     most = job.packing.largest_auto_factor(job.step_micro_batches, job.global_batch)
