@@ -221,6 +221,7 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     fixed = dict(space.fixed)
     schedule = str(fixed.pop("schedule", "auto"))
     weights: Any = fixed.pop("weights", "auto")
+    head: Any = fixed.pop("head", "auto")
     given: Any = fixed.pop("ep", None)
     if weights == "gathered":
         fixed.setdefault("pp", 1)
@@ -230,7 +231,8 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
         held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
         if held and all(getattr(layout, name) == size for name, size in fixed.items()):
             for ep in _expert_groups(space, layout, given):
-                yield replace(layout, schedule=schedule, weights=weights, ep=ep)
+                of_pipeline = head if layout.pp > 1 else layout.head
+                yield replace(layout, schedule=schedule, weights=weights, ep=ep, head=of_pipeline)
 
 
 def _expert_groups(space: SearchSpace, layout: Layout, given: int | None) -> list[int]:

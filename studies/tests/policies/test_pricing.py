@@ -234,6 +234,16 @@ def test_presets_are_as_fast_as_the_verdict_says(preset, context_window):
     assert outcome.steps == 3
 
 
+def test_presets_may_deal_their_head_in_every_pipeline():
+    searched = replace(space(gpus=2, global_batch=4), fixed=(("pp", 2),))
+    outcome = POLICIES["plain-4d-dealt-head"].best("plain-4d-dealt-head", searched, documents(), 1)
+    assert ("pp 2" in outcome.layout, "head dealt" in outcome.layout) == (True, True)
+    assert outcome.policy == "plain-4d-dealt-head"
+    base = POLICIES[BASE].best(BASE, searched, documents(), 1)
+    assert outcome.draw_tokens == base.draw_tokens
+    assert outcome.draw_seconds != base.draw_seconds
+
+
 def test_a_speedup_is_tokens_per_second_of_all_draws_and_its_spread_that_of_each():
     base = Outcome(BASE, "tp 1", 1, [10, 10], [1.0, 4.0], [2.0, 2.0], 0.0, 0.0, 0.0, 0.0, 0.0, 1)
     other = replace(base, policy="other", draw_tokens=[10, 20], draw_work=[4.0, 6.0])

@@ -116,7 +116,7 @@ def _beside(outcomes: Sequence[Outcome]) -> Iterator[str]:
     dropped = 1 - base.attention_kept
     if dropped >= 0.005 and any(one.attention_kept == 1 for one in others):
         yield f"policies that train whole documents also the {dropped:.0%} of attention that {base.policy} drops"
-    if any(one.policy == DELAYING for one in others):
+    if any(one.token_delay for one in others):
         yield f"{DELAYING} delays documents, so a few steps have too many or too few long ones: compare at equal work"
 
 

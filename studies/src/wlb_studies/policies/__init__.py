@@ -51,6 +51,8 @@ POLICIES: dict[str, Policy] = {
     "per-document-4d": PresetPolicy(),
     "fixed-4d": PresetPolicy(),
     "wlb-llm": PresetPolicy(),
+    "plain-4d-dealt-head": PresetPolicy("plain-4d", head="dealt"),
+    "wlb-llm-dealt-head": PresetPolicy("wlb-llm", head="dealt"),
     "wlb-no-delay": RankPolicy(wlb_llm.without_delay),
     "megatron-balanced": RankPolicy(megatron.dp_balanced),
     "megatron-dynamic": RankPolicy(megatron.dynamic, pipelines=False),

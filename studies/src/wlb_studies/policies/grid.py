@@ -74,7 +74,7 @@ def _files_of_sympy() -> Integers:
 
 _SOURCES = {"stdlib": _definitions, "sympy": _files_of_sympy}
 _ON_SOURCES = (
-    *(BASE, "per-document-4d", "wlb-llm", "megatron-packing", "bytescale"),
+    *(BASE, "per-document-4d", "wlb-llm", "plain-4d-dealt-head", "wlb-llm-dealt-head", "megatron-packing", "bytescale"),
     *("distca", "magi", "slimpipe", "balanced"),
 )
 MODELS = ("llama3-8b", "llama3-70b")
@@ -121,7 +121,7 @@ class _Done:
         """
         of_policy = {outcome.policy: outcome for outcome in self.outcomes}
         one, ours, base = of_policy.get(policy), of_policy.get(_OURS[0]), self.outcomes[0]
-        if one is not None and ours is not None and policy == DELAYING:
+        if one is not None and ours is not None and one.token_delay:
             return one.speed_at_equal_work(ours) * ours.speedup(base)
         return None if one is None else one.speedup(base)
 

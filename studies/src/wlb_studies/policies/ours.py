@@ -4,11 +4,13 @@ Layouts, steps and speeds are the same as in ``wlb check``: the same search and 
 """
 
 import time
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.planner import StepPlanner
+from wlb.schedules.layout import Head
 from wlb.simulate.rate import simulate_steps
 from wlb.simulate.run import pooled
 from wlb.simulate.search import fastest_layout, layout_of
@@ -21,12 +23,20 @@ from wlb_studies.policies.pricing import received_bytes
 _MEASURED = 4  # steps whose planning is timed, and whose exchange is counted
 
 
+@dataclass(frozen=True)
 class PresetPolicy(Policy):
-    """The preset with the policy's name."""
+    """A ``preset``, by default the one with the policy's name; ``head`` is where its pipelines have the output head.
+
+    "auto" is as in ``wlb check``: ``balanced`` chooses, and others have it on the last stage.
+    """
+
+    preset: str = ""
+    head: Head = "auto"
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         steps = steps or usual_steps(space.global_batch)
-        found = fastest_layout(space, lengths, name)
+        space = replace(space, fixed=(*space.fixed, ("head", self.head)))
+        found = fastest_layout(space, lengths, self.preset or name)
         results = simulate_draws(found.job, lengths, steps, space.work_prices)
         job, together = results[0].job, pooled(results)
         exchanged, planning = _measured(job, lengths, min(steps, _MEASURED))
