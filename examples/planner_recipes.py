@@ -21,7 +21,7 @@ def slime(ranks: int, group: int = 1) -> None:
     def pack(step_lengths: Any, *, max_per_bin: Any, micro_batch_size: Any, **options: Any) -> Any:
         sizes = {"max_tokens": max_per_bin} if max_per_bin else {"parts": len(step_lengths) // micro_batch_size}
         of_ranks = balance(
-            step_lengths, **sizes, ranks=ranks, multiple_of=group, oversize="alone", equal_size=not max_per_bin
+            step_lengths, **sizes, ranks=ranks, parts_multiple_of=group, oversize="alone", equal_size=not max_per_bin
         )
         return [micro_batch for slot in zip(*of_ranks, strict=True) for micro_batch in slot]
 

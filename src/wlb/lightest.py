@@ -6,13 +6,19 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 
 def into_lightest(
-    tokens: Sequence[int], prices: Sequence[float], loads: list[float], rooms: list[int], limit: float = math.inf
+    tokens: Sequence[int],
+    prices: Sequence[float],
+    loads: list[float],
+    rooms: list[int],
+    limit: float = math.inf,
+    most: int | None = None,
 ) -> list[int]:
     """Put each document, in the given order, into the lightest bin that has room for its ``tokens``.
 
-    Bins hold ``loads`` and have ``rooms`` tokens left; both lists are updated. Returns the bin of each document, -1 if
-    no bin has room or its price would lift the lightest over ``limit``.
+    Bins hold ``loads`` and have ``rooms`` tokens left; both lists are updated. Each gets at most ``most`` documents.
+    Returns the bin of each document, -1 if no bin has room or its price would lift the lightest over ``limit``.
     """
+    places = [most or math.inf] * len(loads)
     lightest = [(load, index) for index, load in enumerate(loads)]
     heapify(lightest)
     full: list[tuple[int, float, int]] = []  # minus room, load, bin: without room for the documents of late
@@ -25,7 +31,8 @@ def into_lightest(
             heappush(full, (-rooms[index], load, index))
         load, index = lightest[0] if lightest else (math.inf, -1)
         if lightest and load + price <= limit:
-            loads[index], rooms[index] = load + price, rooms[index] - length
+            places[index] -= 1
+            loads[index], rooms[index] = load + price, rooms[index] - length if places[index] else -1
             heapreplace(lightest, (load + price, index))
             owners.append(index)
         else:

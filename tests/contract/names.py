@@ -7,7 +7,8 @@ property. Parameters may be added if they are optional.
 PUBLISHED: dict[str, str | None] = {
     "wlb.balance": (
         "lengths, parts=..., max_tokens=..., *, ranks=..., costs=..., workload=..., phases=..., groups=..., "
-        "equal_size=..., multiple_of=..., oversize=..., empty=..."
+        "prefixes=..., multiple_of=..., padded=..., max_documents=..., equal_size=..., parts_multiple_of=..., "
+        "oversize=..., empty=..."
     ),
     "wlb.make_packer": "name, *, micro_batches, context_window, workload, **options",
     "wlb.arrange": "plan, dp, *, assignment=..., order=..., pipeline=...",

@@ -142,14 +142,14 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "lengths": lengths,
         "ranks": ranks,
-        "multiple_of": multiple,
+        "parts_multiple_of": multiple,
         "equal_size": equal_size,
         "max_tokens": None if room is None else int(room * max(lengths)),
         "costs": draw(st.sampled_from([None, [float(length % 7) for length in lengths]])),
     }
 
 
-_NEAR_IN_PRICE = {"lengths": [190, 182, 179, 172, 172, 10, 173, 181, 191, 215], "ranks": 3, "multiple_of": 3}
+_NEAR_IN_PRICE = {"lengths": [190, 182, 179, 172, 172, 10, 173, 181, 191, 215], "ranks": 3, "parts_multiple_of": 3}
 
 
 @given(steps())
@@ -165,7 +165,7 @@ def test_ranks_run_equally_many_micro_batches_and_no_slot_is_longer_than_it_must
     assert len(of_ranks) == ranks
     number = len(of_ranks[0])
     assert {len(of_rank) for of_rank in of_ranks} == {number}
-    assert number % step["multiple_of"] == 0
+    assert number % step["parts_multiple_of"] == 0
     parts = [*itertools.chain(*of_ranks)]
     assert sorted(itertools.chain(*parts)) == list(range(len(lengths)))
     assert all(part and part == sorted(part) for part in parts)
@@ -238,9 +238,9 @@ def test_a_limit_that_only_a_search_can_keep():
 
 
 def test_the_number_of_parts_is_a_multiple_and_may_be_left_to_the_limit():
-    assert len(wlb.balance([5] * 9, 3, multiple_of=2)) == 4
+    assert len(wlb.balance([5] * 9, 3, parts_multiple_of=2)) == 4
     assert len(wlb.balance([5] * 9, None, 10)) == 5
-    assert len(wlb.balance([5] * 9, None, 10, multiple_of=4)) == 8
+    assert len(wlb.balance([5] * 9, None, 10, parts_multiple_of=4)) == 8
     assert len(wlb.balance([5] * 9, None, 20, equal_size=True)) == 3
     assert len(wlb.balance([4, 6, 3, 4, 3, 8, 5, 5], None, 10)) == 4  # which only best fit finds
 
@@ -280,7 +280,7 @@ _OF_GROUPS = {"lengths": [4] * 4, "parts": 2, "ranks": 2}
         ({"lengths": [4], "parts": 1, "workload": "7b"}, r"'7b' has no prices; give make_workload\(\"7b\"\)"),
         ({"lengths": [4], "parts": 0}, "parts = 0 is not"),
         ({"lengths": [4], "parts": 1, "max_tokens": -1}, "max_tokens = -1 is not"),
-        ({"lengths": [4], "parts": 1, "multiple_of": True}, "multiple_of = True is not"),
+        ({"lengths": [4], "parts": 1, "parts_multiple_of": True}, "parts_multiple_of = True is not"),
         ({"lengths": [4], "parts": 2}, "1 documents cannot fill 2 parts"),
         ({"lengths": [4], "parts": None}, "give parts, max_tokens or ranks"),
         ({"lengths": [4, 4, 4], "ranks": 2, "max_tokens": 4}, "3 documents cannot fill 4 parts"),
@@ -296,8 +296,8 @@ _OF_GROUPS = {"lengths": [4] * 4, "parts": 2, "ranks": 2}
         (_OF_GROUPS | {"groups": [0, 0, 1, 1], "max_tokens": 7}, r"rank 0 of 2 \(parts count per rank\): .* 8"),
         (_OF_GROUPS | {"groups": [0] * 4}, r'1 groups cannot fill 2 ranks; give more, or set empty = "allowed"$'),
         (_OF_GROUPS | {"groups": [0, 1, 2, 0], "equal_size": True}, "groups of one size, not of 1 to 2"),
-        (_OF_GROUPS | {"groups": [None, 0, 1, 1]}, "an int or str, for each of 4 documents"),
-        (_OF_GROUPS | {"groups": [[0, 1], [0], [1], [1]]}, "an int or str, for each of 4 documents"),
+        (_OF_GROUPS | {"groups": [None, 0, 1, 1]}, "int or str, for each of 4 documents"),
+        (_OF_GROUPS | {"groups": [[0, 1], [0], [1], [1]]}, "int or str, for each of 4 documents"),
         ({"lengths": [], "ranks": 2, "groups": [], "equal_size": True}, "0 groups cannot fill 2 ranks"),
         ({"lengths": [4], "parts": 2, "equal_size": True, "empty": "allowed"}, '"allowed" and equal_size = False'),
         ({"lengths": [4], "parts": 1, "oversize": "Alone"}, 'oversize = \'Alone\' is neither "error" nor "alone"'),

@@ -36,12 +36,10 @@ class BalancedScheduler(DpBalancedScheduler):
             lengths,
             ranks=self.dp_size,
             max_tokens=self.max_seqlen_per_dp_cp_rank * self.cp_size,
-            multiple_of=self.microbatch_group_size_per_vp_stage or 1,
+            parts_multiple_of=self.microbatch_group_size_per_vp_stage or 1,
+            max_documents=getattr(self, "max_num_seqs", None),
             workload=self.workload,
         )
-        allowed, longest = getattr(self, "max_num_seqs", None), max(len(part) for own in of_ranks for part in own)
-        if allowed is not None and longest > allowed:
-            raise UserError(f"a micro-batch has {longest} samples; raise thd_max_packed_sequences over {allowed}")
         slots = zip(*of_ranks, strict=True)
         return [[[ids[i] for i in samples] for samples in slot for _ in range(self.cp_size)] for slot in slots]
 

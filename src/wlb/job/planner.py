@@ -184,7 +184,7 @@ class StepPlanner(Iterator[PlannedStep]):
             held = prices.phases.held_tokens(segments).tolist()
         for parts in (min(self._job.step_micro_batches, len(segments) // dp * dp), None):
             with suppress(UserError):  # raised if they do not fit
-                divided = balance(held, parts, self._job.max_tokens, multiple_of=dp, costs=seconds)
+                divided = balance(held, parts, self._job.max_tokens, parts_multiple_of=dp, costs=seconds)
                 mine = [(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided]
                 return replace(plan, ranks=(tuple(starmap(MicroBatch, mine)),))
         return None

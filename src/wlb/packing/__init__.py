@@ -13,7 +13,7 @@ global batch. No tokens, no torch, no clock: the same lengths give the same plan
    documents over to later steps. ``registry.py`` makes a packer by its name.
 5. ``arrange.py``: deals the micro-batches of a plan to data-parallel ranks, and orders them for the pipeline.
 6. ``balance.py``: divides a given set of documents, for trainers that have loaded their batch already, with
-   ``division.py``, ``bins.py`` and ``exchanges.py``. They need only NumPy.
+   ``division.py``, ``bins.py``, ``exchanges.py``, ``prefixes.py`` and ``padded.py``. They need only NumPy.
 
 What you may touch: a new packer is one file, a line in ``registry.PACKERS`` and a line in ``options.METHODS``
 (CONTRIBUTING.md shows one). ``tests/packing`` then checks that it trains every document once and continues from its

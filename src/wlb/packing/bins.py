@@ -22,10 +22,10 @@ _Parts = list[tuple[float, list[int]]]  # (price, documents) by falling price, w
 _price = itemgetter(0)
 
 
-def best_fit(tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
+def best_fit(tokens: Sequence[int], max_tokens: int, most: int | None = None) -> list[list[int]]:
     """Put each document, in the order given, into the fullest bin with room for its ``tokens``, or into a new bin.
 
-    Returns the documents of every bin. No document may be over ``max_tokens``.
+    Returns the documents of every bin, at most ``most``. No document may be over ``max_tokens``.
     """
     bins: list[list[int]] = []
     rooms: list[int] = []  # of every bin, ascending, as room * documents + bin number
@@ -37,14 +37,15 @@ def best_fit(tokens: Sequence[int], max_tokens: int) -> list[list[int]]:
         else:
             room, index = divmod(rooms.pop(place), len(tokens))
         bins[index].append(document)
-        insort(rooms, (room - length) * len(tokens) + index)
+        if len(bins[index]) != most:
+            insort(rooms, (room - length) * len(tokens) + index)
     return bins
 
 
-def longest_first_bins(tokens: Indices, bins: int, max_tokens: int) -> list[Indices] | None:
+def longest_first_bins(tokens: Indices, bins: int, max_tokens: int, most: int | None) -> list[Indices] | None:
     """Best fit, longest first, into exactly ``bins`` non-empty bins; returns their documents, or None if too few."""
     order = np.argsort(-tokens, kind="stable")
-    found = best_fit(tokens[order].tolist(), max_tokens)
+    found = best_fit(tokens[order].tolist(), max_tokens, most)
     for documents in [*found]:  # the shortest documents get the remaining bins
         spared = max(0, min(len(documents) - 1, bins - len(found)))
         found += [[documents.pop()] for _ in range(spared)]
@@ -54,7 +55,7 @@ def longest_first_bins(tokens: Indices, bins: int, max_tokens: int) -> list[Indi
 def fitting_bins(
     tokens: Sequence[int], bins: int, max_tokens: int, size: int | None, placements: int = _MOST_PLACEMENTS
 ) -> list[Indices] | None:
-    """Search for ``bins`` non-empty bins of at most ``max_tokens`` tokens, and of ``size`` documents each unless None.
+    """Search for ``bins`` non-empty bins of at most ``max_tokens`` tokens, and at most ``size`` documents unless None.
 
     Depth first: the longest document goes into the fullest bin with room, and into another if that leads nowhere.
 

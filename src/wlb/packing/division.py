@@ -34,9 +34,9 @@ def divided(task: Task, parts: int, start: list[Indices] | None = None) -> list[
     check_possible(task, parts)
     if parts in (1, len(task.tokens)):
         return np.array_split(np.arange(len(task.tokens)), parts)
-    start = start or _start(task, parts)
+    start = start or started(task, parts)
     if start is None:
-        size = len(task.tokens) // parts if task.equal_size else None
+        size = len(task.tokens) // parts if task.equal_size else task.max_documents
         start = fitting_bins(task.tokens.tolist(), parts, task.max_tokens or 0, size)
     if start is None:
         raise _too_many(task, parts)
@@ -57,13 +57,14 @@ def fewest(task: Task, multiple: int) -> tuple[int, list[Indices] | None]:
     if most is None:
         raise UserError("parts = None means the fewest parts under max_tokens; give parts, max_tokens or ranks")
     least = max(1, -(-int(task.tokens.sum()) // most), int((task.tokens > most // 2).sum()))
+    least = max(least, -(-documents // (task.max_documents or max(1, documents))))
     numbers = [*range(-(-least // multiple) * multiple, documents, multiple)]
     if task.equal_size:
         numbers = [number for number in numbers if documents % number == 0]
-    start_of = cache(lambda number: _start(task, number))
+    start_of = cache(lambda number: started(task, number))
     if numbers and (start := start_of(numbers[0])):
         return numbers[0], start
-    enough = documents if task.equal_size else len(best_fit(sorted(task.tokens.tolist(), reverse=True), most))
+    enough = documents if task.equal_size else number_of_bins(task)
     numbers = numbers[1 : bisect_left(numbers, enough) + 1]
     place = bisect_left(numbers, True, key=lambda number: start_of(number) is not None)
     if place < len(numbers):
@@ -71,12 +72,17 @@ def fewest(task: Task, multiple: int) -> tuple[int, list[Indices] | None]:
     return -(-max(documents, 1) // multiple) * multiple, None
 
 
-def _start(task: Task, parts: int) -> list[Indices] | None:
+def number_of_bins(task: Task) -> int:
+    """The number of parts that best fit needs."""
+    return len(best_fit(sorted(task.tokens.tolist(), reverse=True), task.max_tokens or 1, task.max_documents))
+
+
+def started(task: Task, parts: int) -> list[Indices] | None:
     """A start that keeps to the limit; None where none is found without a search."""
     found = _placed(task, parts) or _fitted(task, parts)
     if found or task.equal_size or task.max_tokens is None:
         return found
-    return longest_first_bins(task.tokens, parts, task.max_tokens)
+    return longest_first_bins(task.tokens, parts, task.max_tokens, task.max_documents)
 
 
 def _placed(task: Task, parts: int) -> list[Indices] | None:
@@ -85,7 +91,8 @@ def _placed(task: Task, parts: int) -> list[Indices] | None:
         return _differenced(task, parts)
     order = np.argsort(-task.prices, kind="stable")
     rooms = [task.max_tokens or int(task.tokens.sum())] * parts
-    owners = into_lightest(task.tokens[order].tolist(), task.prices[order].tolist(), [0.0] * parts, rooms)
+    tokens, prices = task.tokens[order].tolist(), task.prices[order].tolist()
+    owners = into_lightest(tokens, prices, [0.0] * parts, rooms, most=task.max_documents)
     return None if -1 in owners else members_of(order, np.array(owners), parts)
 
 
@@ -120,6 +127,8 @@ def evened(start: list[Indices], task: Task, goal: float = 0.0, most_tries: int 
 
 
 def _fits(parts: list[Indices], task: Task) -> bool:
+    if task.max_documents is not None and max(map(len, parts)) > task.max_documents:
+        return False
     return task.max_tokens is None or bool(sums_of(parts, task.tokens).max() <= task.max_tokens)
 
 
@@ -141,6 +150,11 @@ def check_possible(task: Task, parts: int, things: str = "documents", places: st
         raise UserError(
             f"{documents} {things} are not a multiple of {parts} {places}; add some, or set equal_size = False"
         )
+    if task.max_documents is not None and documents > parts * task.max_documents:
+        raise UserError(
+            f"{documents} {things} do not fit in {parts} {places} of max_documents = {task.max_documents}; raise "
+            f"{places} to {-(-documents // task.max_documents)} or max_documents to {-(-documents // parts)}"
+        )
     if most is not None and int(task.tokens.sum()) > parts * most:
         raise _too_many(task, parts)
 
@@ -152,7 +166,7 @@ def _too_many(task: Task, parts: int) -> UserError:
     if max(tokens) < most and even:  # lengths may have been capped at the limit
         ways.append(f"max_tokens ({sums_of(even, task.tokens).max()} would do)")
     if not task.equal_size:
-        ways.append(f"parts ({len(best_fit(sorted(tokens, reverse=True), most))} would do)")
+        ways.append(f"parts ({number_of_bins(task)} would do)")
     raised = " or ".join(ways) or "max_tokens or parts"
     return UserError(
         f"found no way to divide {sum(tokens)} tokens into {parts} parts of max_tokens = {most}; raise {raised}"

@@ -28,6 +28,14 @@ _EVEN = 1e-4  # of the mean part: once a part is set aside, the others are balan
 _NOTHING = np.zeros(1)
 
 
+class Prefixes(NamedTuple):
+    """What the documents of each group share, and a part computes once."""
+
+    group_of: Indices  # of every document
+    tokens: Indices  # of every group
+    prices: Prices
+
+
 class Task(NamedTuple):
     """Documents to divide into parts, and the limits of a part."""
 
@@ -36,6 +44,28 @@ class Task(NamedTuple):
     max_tokens: int | None  # of a part
     equal_size: bool  # all parts hold equally many documents
     even: float  # share of the mean price of a part: parts that differ by less count as equal
+    max_documents: int | None = None  # of a part
+    padded: bool = False  # documents of a part are as long as the longest
+    prefixes: Prefixes | None = None  # tokens and prices are then of the rest of each document
+
+    def of(self, documents: Indices) -> "Task":
+        """The task of these documents alone."""
+        prefixes = self.prefixes and self.prefixes._replace(group_of=self.prefixes.group_of[documents])
+        return self._replace(tokens=self.tokens[documents], prices=self.prices[documents], prefixes=prefixes)
+
+    def costs(self, parts: list[Indices]) -> Prices:
+        """The price of every part."""
+        sizes, members = [*map(len, parts)], np.concatenate(parts)
+        part_of, costs = np.repeat(np.arange(len(parts)), sizes), np.zeros(len(parts))
+        if self.padded:
+            np.maximum.at(costs, part_of, self.prices[members])
+            return costs * sizes
+        costs += np.bincount(part_of, self.prices[members], len(parts))
+        if self.prefixes is not None:
+            groups = len(self.prefixes.prices)
+            once = np.unique(part_of * groups + self.prefixes.group_of[members])
+            costs += np.bincount(once // groups, self.prefixes.prices[once % groups], len(parts))
+        return costs
 
 
 def exchanged(parts: list[Indices], task: Task, tries: int, goal: float = 0.0) -> list[Indices]:
@@ -127,7 +157,7 @@ class _Exchanges:
         given, taken = _sums(self._task.prices[ours], gives), _sums(self._task.prices[theirs], takes)
         order = taken.argsort(kind="stable")
         taken = taken[order]
-        limited = self._task.max_tokens is not None
+        limited, most = self._task.max_tokens is not None, self._task.max_documents
         if limited:
             given_tokens = _sums(self._task.tokens[ours], gives)
             taken_tokens = _sums(self._task.tokens[theirs], takes)[order]
@@ -141,6 +171,9 @@ class _Exchanges:
             if limited:
                 more = given_tokens - taken_tokens[neighbours]
                 distance[(more > self._rooms[light]) | (more < -self._rooms[heavy])] = np.inf
+            if most is not None:
+                documents = (gives >= 0).sum(axis=0) - (takes >= 0).sum(axis=0)[order][neighbours]
+                distance[(documents > most - len(theirs)) | (documents < len(ours) - most)] = np.inf
             best = int(distance.argmin())
             if distance.flat[best] < min(aim, gap - aim) - self._tolerance / 2:  # otherwise nothing is gained
                 give, take = best % len(given), int(neighbours.flat[best])
