@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all pytest test-torch slowest equivalence rehearsal lint setup peers docs site release-check clean
+.PHONY: demo test test-all pytest test-torch stacks slowest equivalence rehearsal lint setup peers docs site release-check clean
 
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml studies/pyproject.toml constraints.txt
@@ -47,6 +47,11 @@ test-torch:
 	.venv-torch-$(VERSION)/bin/pip install --quiet --disable-pip-version-check \
 	  --constraint .venv-torch-$(VERSION)/constraints.txt 'torch==$(VERSION)' --editable '.[all,test]' --editable ./studies
 	$(ENVIRONMENT) .venv-torch-$(VERSION)/bin/pytest -n 3 --dist worksteal $(TESTS)
+
+# The integrations under the pins of each front end, and the table of which features are exact there:
+# make stacks [STACKS='TRL Axolotl'] [TORCHTITAN=DIR] [MEGATRON=DIR], with checkouts of their mains.
+stacks: setup
+	$(BIN)/python scripts/stacks.py $(STACKS) $(if $(TORCHTITAN),--torchtitan $(TORCHTITAN)) $(if $(MEGATRON),--megatron $(MEGATRON))
 
 # All tests, and at the end which took longest: calls, setups and teardowns, each for itself.
 slowest: setup
@@ -101,4 +106,4 @@ peers:
 	.venv-peers/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement studies/benchmarks/requirements-peers.txt
 
 clean:
-	rm -rf $(VENV) .venv-peers .venv-torch-* .venv-docs dist dist-venv site runs results demo
+	rm -rf $(VENV) .venv-peers .venv-torch-* .venv-stacks .venv-docs dist dist-venv site runs results demo

@@ -172,9 +172,7 @@ def rows_of(names: Sequence[str], stand_ins: bool = False) -> list[Row]:
 def row_of(name: str) -> Row:
     """One model; a number is the error of its gradient, text says why there is none. Both processes call it."""
     model = model_of(name)
-    for document in DOCUMENTS:
-        ids = torch.tensor([document["input_ids"]])
-        train(model, {"input_ids": ids, "use_cache": False}, ids[:, 1:])
+    train_singly(model)
     expected = gradient(model)
     batch = FlatteningCollator()(DOCUMENTS)
     row: Row = {"model": name, "transformers": error_of(model, batch, expected)}
@@ -212,7 +210,12 @@ def error_of(model: Any, batch: Mapping[str, Any], expected: Tensor) -> float | 
     labels = inputs.pop("labels")[:, 1:]
     try:
         train(model, inputs, labels)
-    except (UserError, ValueError, IndexError) as error:  # transformers, and kernels of a share, raise the others
+    except (
+        UserError,
+        ValueError,
+        IndexError,
+        RuntimeError,
+    ) as error:  # transformers and kernels of a share raise others
         return str(error)
     found = gradient(model)
     if "attend" in inputs:
@@ -223,6 +226,12 @@ def error_of(model: Any, batch: Mapping[str, Any], expected: Tensor) -> float | 
 def train(model: Any, inputs: Mapping[str, Any], labels: Tensor) -> None:
     scores = model(**inputs).logits[0, :-1].double()
     torch.nn.functional.cross_entropy(scores, labels[0], reduction="sum").backward()
+
+
+def train_singly(model: Any) -> None:
+    for document in DOCUMENTS:
+        ids = torch.tensor([document["input_ids"]])
+        train(model, {"input_ids": ids, "use_cache": False}, ids[:, 1:])
 
 
 def gradient(model: Any) -> Tensor:

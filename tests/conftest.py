@@ -56,6 +56,8 @@ def pytest_configure(config: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[pytest.Item]) -> None:
+    for item in items:  # for the results as XML, which scripts/stacks.py reads
+        item.user_properties += [("proves", name) for mark in item.iter_markers("proves") for name in mark.args]
     long = [item for item in items if item.nodeid.startswith(LONGEST)]
     short = [item for item in items if not item.nodeid.startswith(LONGEST)]
     workers = getattr(config, "workerinput", {}).get("workercount", 1)

@@ -20,7 +20,10 @@ NEEDS = {
 
 # ``test_stack_pages.py`` runs the same loops as the pages show them, and the integrations' tests prove their gradients.
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.proves("SFTTrainer")) if name == "trl_sft" else name for name in NEEDS],
+)
 def test_an_example_trains_every_document_once(name: str):
     missing = [package for package in ("transformers", *NEEDS[name]) if importlib.util.find_spec(package) is None]
     if missing:

@@ -19,8 +19,6 @@ from torch.utils.data import DataLoader
 from tests.code_blocks import PAGES, ROOT, blocks_of
 from tests.training.distributed import run_ranks
 
-pytest.importorskip("accelerate", reason="needs Accelerate")
-
 # Of each block its place, its text, and what it needs.
 BLOCKS = [(str(b), b.text, b.on_two["package"]) for page in PAGES for b in blocks_of(page) if b.on_two]
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "logger": False}
@@ -28,8 +26,6 @@ QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "enable_ch
 
 @pytest.mark.parametrize("package", [None, "lightning"])
 def test_blocks_train_every_document_once(package: str | None, tmp_path: Any):
-    if package is not None:
-        pytest.importorskip(package)
     blocks = [block for block in BLOCKS if (block[2] == "lightning") == (package == "lightning")]
     assert blocks
     for found in run_ranks(2, _run_blocks, blocks, str(tmp_path)):

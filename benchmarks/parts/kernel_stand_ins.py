@@ -19,14 +19,15 @@ def install() -> None:
     """Let transformers find them, which looks for kernels as it imports a model."""
     kernels: dict[str, list[Any]] = {
         "causal_conv1d": [causal_conv1d_fn],
-        "mamba_ssm": [mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined],
-        "fla": [chunk_gated_delta_rule],
+        "mamba_ssm.ops.triton.ssd_combined": [mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined],
+        "fla.ops.gated_delta_rule": [chunk_gated_delta_rule],
     }
     for name, functions in kernels.items():
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
+        package = name.partition(".")[0]
+        module = ModuleType(package)
+        module.__spec__ = ModuleSpec(package, None)
         vars(module).update({function.__name__: function for function in functions})
-        sys.modules[name] = module
+        sys.modules[package] = sys.modules[name] = module
     vars(sys.modules["fla"])["chunk_kda"] = chunk_gated_delta_rule
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,8 +15,6 @@ from tests.integrations.test_packed import SIZES, Bigrams, error_of, mixed
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
 from wlb.integrations.accelerate import balanced_steps
-
-accelerate: Any = pytest.importorskip("accelerate")
 
 
 def _errors(own_lists: bool) -> tuple[list[float], int, list[str]]:
@@ -92,6 +91,7 @@ def _counted(reduced: list[int], bucket: Any) -> Any:
     return done.then(lambda future: future.value()[0] / dist.get_world_size())
 
 
+@pytest.mark.proves("Accelerate")
 @pytest.mark.parametrize("own_lists", [False, True])
 def test_the_gradients_of_a_step_are_those_of_single_documents_and_reduced_once(own_lists: bool):
     for errors, reduced, (unprepared, accumulated, *early, saved, left, scheduled) in run_ranks(2, _errors, own_lists):

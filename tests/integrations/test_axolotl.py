@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from tests.code_blocks import ROOT, blocks_of
 from wlb.errors import UserError
 
-transformers: Any = pytest.importorskip("transformers")
-yaml: Any = pytest.importorskip("yaml")
+transformers: Any = importlib.import_module("transformers")
+yaml: Any = importlib.import_module("yaml")
 
 (BLOCK,) = (b for b in blocks_of(ROOT / "docs" / "stacks" / "huggingface.md") if b.language == "yaml")
 CONFIGURATION: dict[str, Any] = yaml.safe_load(BLOCK.text) | {"sequence_len": 512}

@@ -3,14 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import lightning
 import numpy as np
 import pytest
 import torch
 
 from tests.code_blocks import ROOT, blocks_of
 from wlb.integrations.packed import packed_batches
-
-lightning: Any = pytest.importorskip("lightning", reason="needs Lightning")
 
 RANDOM = np.random.default_rng(0)
 DOCUMENTS = [RANDOM.integers(0, 19, length) for length in RANDOM.integers(2, 60, 60)]
@@ -66,6 +65,7 @@ def one_at_a_time(steps: int) -> torch.Tensor:
     return model.scores.detach()
 
 
+@pytest.mark.proves("Lightning")
 @pytest.mark.filterwarnings("ignore")
 def test_a_limit_of_batches_ends_after_whole_steps_and_a_checkpoint_continues_with_the_next(tmp_path: Path):
     steps = len(list(packed_batches(DOCUMENTS, **SETTINGS)))

@@ -156,6 +156,7 @@ def _step(lengths: list[int]) -> tuple[list[float], list[int]]:
     return gradient(model).tolist(), [result["tokens"] for result in results]
 
 
+@pytest.mark.proves("packed batches")
 def test_a_training_step_of_megatron_trains_every_sample_once_in_balanced_micro_batches():
     lengths = [200, 40, 60, 100, 180, 30, 90, 110, 120, 50, 70, 80]
     (grads, tokens), (others, their_tokens) = run_ranks(2, _step, lengths)

@@ -415,6 +415,7 @@ def error_of(model: Bigrams, step: Any, averaged: Any) -> float:
     return float((gradient - _one_at_a_time(step)).abs().max())
 
 
+@pytest.mark.proves("packed batches", "context parallelism")
 def test_the_loss_of_a_micro_batch_is_right_however_processes_share_the_work():
     for errors in run_ranks(4, _gradient_errors):
         assert all(error < 1e-12 for error in errors.values()), errors

@@ -10,14 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import wlb
 from tests.training.distributed import run_ranks
 from wlb.errors import UserError
-
-pytest.importorskip("accelerate")
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-
 from wlb.integrations.shadow import ShadowCallback
 from wlb.workload.profile import read_profile
 
@@ -107,8 +104,6 @@ def _under_accelerate(stateful: bool) -> tuple[list[int], bool, str]:
 
 @pytest.mark.parametrize("stateful", [False, True])
 def test_accelerate_trains_every_document_once(stateful: bool):
-    if stateful:
-        pytest.importorskip("torchdata.stateful_dataloader")
     (first, measured, too_early), (second, *_) = run_ranks(2, _under_accelerate, stateful)
     assert sorted(first + second) == [*range(32)]
     assert measured
@@ -141,7 +136,6 @@ def _under_lightning() -> tuple[list[int], bool]:
 
 
 def test_lightning_trains_every_document_once():
-    pytest.importorskip("lightning", reason="needs Lightning")
     (first, measured), (second, _) = run_ranks(2, _under_lightning)
     assert sorted(first + second) == [*range(32)]
     assert measured

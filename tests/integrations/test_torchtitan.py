@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("torchtitan.config.override", reason="needs torchtitan", exc_type=ImportError)
+if find_spec("torchtitan") is None:  # a broken one fails
+    pytest.skip("needs torchtitan", allow_module_level=True)
 
 import torch  # torchtitan decides whether this file runs
 
@@ -26,7 +28,9 @@ from wlb.integrations.torchtitan import (
     BaseDataLoader,
     LevelAttention,
     LevelTrainer,
+    Trainer,
     balance,
+    check_trainer,
     level_steps,
 )
 from wlb.runtime.loss import IGNORE_LABEL
@@ -81,6 +85,7 @@ def test_the_command_line_replaces_the_training_loader_alone(store: str):
     assert config.validator.dataloader is validation
 
 
+@pytest.mark.proves("resume")
 @pytest.mark.parametrize("taken", [0, 3, 4])  # at the beginning, inside a step of two micro-batches, after two steps
 def test_a_loaded_state_continues_with_the_next_micro_batch(store: str, taken: int):
     whole = _as_lists(_loader(store, rank=1), 10)
@@ -119,6 +124,19 @@ def test_what_cannot_be_trained_is_refused(store: str):
         loader.state_dict()
 
 
+def test_a_trainer_that_reads_batches_otherwise_is_refused():
+    for other in (
+        {"post_dataloading_process": None},
+        {"train_step": lambda self, data_iterator, num_valid_tokens: None},
+    ):
+        kept = {name: function for name, function in (vars(Trainer) | other).items() if function is not None}
+        with pytest.raises(
+            UserError, match=rf"Trainer has no {next(iter(other))}\(.*; wlb.integrations.torchtitan needs"
+        ):
+            check_trainer(type("Trainer", (), kept))
+
+
+@pytest.mark.proves("packed batches", "own lists", "experts")
 @pytest.mark.parametrize(("level", "ep"), [(False, 1), (True, 1), (False, 2), (True, 2)])
 def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store: str, level: bool, ep: int):
     """FSDP2 over gloo. In level steps ranks share some micro-batches and differ in how many they run.

@@ -126,6 +126,7 @@ def trained_alone(world_size: int) -> tuple[dict[str, Any], list[float]]:
     return model.state_dict(), losses
 
 
+@pytest.mark.proves("own lists")
 @pytest.mark.parametrize("kind", ["held", "fsdp2"])
 def test_level_steps_train_what_one_process_trains_document_by_document(kind):
     weights, losses = trained_alone(2)
@@ -138,6 +139,7 @@ def test_level_steps_train_what_one_process_trains_document_by_document(kind):
         assert all((theirs[name] - weight).abs().max() < 1e-13 for name, weight in weights.items())
 
 
+@pytest.mark.proves("resume")
 def test_a_killed_job_goes_on_to_the_same_weights(tmp_path):
     undisturbed = run_ranks(2, trained, "ddp")
     # Whichever ends first: the rank that was killed, or the one that reads from it.

@@ -14,6 +14,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -43,7 +44,26 @@ try:
 except ImportError as error:
     raise UserError(f"{error}; wlb.integrations.torchtitan needs {_VERSIONS}") from error
 
+# What torchtitan reads our batches with, and level steps override. Later mains read batches in the model (#4116) and
+# expect counts of tokens in them (#4398).
+_CALLED = {
+    "post_dataloading_process": ["self", "input_dict", "labels"],
+    "forward_backward_step": ["self", "input_dict", "labels", "global_valid_tokens"],
+    "train_step": ["self", "data_iterator"],
+}
+
 Batch = tuple[dict[str, Any], Tensor]
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ``UserError`` if torchtitan's ``trainer`` calls by other names or arguments than ours expects."""
+    for name, expected in _CALLED.items():
+        if [*signature(getattr(trainer, name, lambda: None)).parameters] != expected:
+            other = f"torchtitan's Trainer has no {name}({', '.join(expected[1:])})"
+            raise UserError(f"{other}; wlb.integrations.torchtitan needs {_VERSIONS}")
+
+
+check_trainer(Trainer)
 
 
 class BalancedDataLoader(BaseDataLoader):

@@ -8,11 +8,13 @@ from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any, cast
 
+import accelerate
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.cases import in_turn
 from tests.workload.profiles import analytic_profile
@@ -136,7 +138,6 @@ def test_loaders_that_would_train_other_documents_or_lose_where_steps_end_are_re
     assert next(iter(loaders[0]))["input_ids"].numel() > 0
     with pytest.raises(UserError, match=r"document 0 has \d+ tokens, and lengths say \d+; give the lengths of this"):
         iter(loaders[1])
-    accelerate = pytest.importorskip("accelerate")
     dealt = importlib.import_module("accelerate.data_loader").BatchSamplerShard(sampler(), 2, 0)
     with pytest.raises(UserError, match=r"use balanced_steps of wlb"):
         list(dealt)
@@ -154,10 +155,9 @@ def test_loaders_that_would_train_other_documents_or_lose_where_steps_end_are_re
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchdata_keeps_the_state_with_workers(workers: int):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def loader() -> Any:
-        return stateful.StatefulDataLoader(
+        return StatefulDataLoader(
             range(len(LENGTHS)), batch_sampler=sampler(epochs=2, rank=0), num_workers=workers, collate_fn=list
         )
 

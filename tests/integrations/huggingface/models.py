@@ -3,13 +3,13 @@
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
+import transformers as typed
 
 from wlb.integrations.huggingface import balanced
 
-transformers: Any = pytest.importorskip("transformers")
+transformers: Any = typed
 
 RANDOM = np.random.default_rng(0)
 DOCUMENTS = [{"input_ids": RANDOM.integers(0, 97, length).tolist()} for length in (300, 5, 87, 120, 33)]

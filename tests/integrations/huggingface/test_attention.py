@@ -1,6 +1,7 @@
 """Unmodified Hugging Face models under our attention, against one document at a time in float64."""
 
-import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from benchmarks.parts.kernel_stand_ins import causal_conv1d_fn
 from tests.cases import in_turn
 from tests.integrations.huggingface.models import (
     DOCUMENTS,
@@ -34,6 +34,7 @@ def checked(of: Any, **wrapped: Any) -> float:
     return check_packing(of, together, singles, **wrapped)
 
 
+@pytest.mark.proves("packed batches")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_documents_train_as_single_ones(family: str):
     packed = model(family)
@@ -68,28 +69,16 @@ def _loop_oracle(documents: list[Any], window: int = 64, **sizes: Any) -> torch.
     return gradient(oracle)
 
 
+@pytest.mark.proves("packed batches")
 @pytest.mark.parametrize("window", [64, 4096], ids=["documents over the window", "Mistral's default"])
 def test_the_loop_of_the_readme_trains_as_single_documents(window: int):
     found = _loop_gradient(DOCUMENTS, window)
     assert relative(found, _loop_oracle(DOCUMENTS, window)) < 1e-12
 
 
-def test_layers_with_a_state_are_exact_where_kernels_keep_documents_apart(monkeypatch: pytest.MonkeyPatch):
-    layers: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
-    packed, batch = model("Lfm2", **layers), FlatteningCollator()(DOCUMENTS)
-    with pytest.raises(UserError, match=r"layers of conv, and only the GPU kernels of causal_conv1d"):
-        register_attention(packed)
-    monkeypatch.setattr(importlib.import_module("wlb.integrations.huggingface.attention"), "find_spec", str)
-    register_attention(packed)
-    with pytest.raises(ValueError, match=r"can't keep packed sequences apart"):  # transformers' own refusal
-        packed(**batch)
-    monkeypatch.setattr(
-        importlib.import_module("transformers.models.lfm2.modeling_lfm2"),
-        "causal_conv1d_fn",
-        lambda x, weight, bias, seq_idx=None, **_: causal_conv1d_fn(x, weight, bias, seq_idx),
-    )
-    packed(**batch, num_items_in_batch=1).loss.backward()
-    assert relative(gradient(packed), single_gradient("Lfm2", **layers)) < 1e-7
+def test_ranks_cannot_share_layers_with_a_state(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "causal_conv1d", ModuleType("causal_conv1d"))
+    register_attention()  # for no model: its name
     shared = model("Lfm2", attention="wlb", layer_types=["full_attention", "conv"])
     with pytest.raises(UserError, match="layers of conv cannot be shared by ranks"):
         shared(**next(packed_batches(DOCUMENTS, dp=1, cp=2, rank=0, **PLANNED)).batches[0])
@@ -146,6 +135,7 @@ def _context_parallel_gradient(family: str, sharding: str, loss: str) -> torch.T
     return total
 
 
+@pytest.mark.proves("context parallelism")
 def test_context_parallel_ranks_train_an_unmodified_model():
     expected = {family: single_gradient(family, [*DOCUMENTS, DOCUMENTS[1]]) for family, *_ in SHARED}
     of_loops = [_loop_oracle(documents) for documents in LOOPS]
@@ -175,8 +165,9 @@ def test_what_would_silently_train_something_else_is_refused():
     with pytest.raises(UserError, match=r"attention_dropout = 0.1"):
         dropping(**batch)
     before = cached(**batch | {"use_cache": True})
+    cache = {name: before[name] for name in ("cache", "past_key_values") if name in before}  # its new name, and the old
     with pytest.raises(UserError, match="there is a cache"):
-        cached(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=before.past_key_values, use_cache=True)
+        cached(input_ids=torch.zeros(1, 1, dtype=torch.int64), **cache, use_cache=True)
 
 
 class Wrapped(torch.nn.Module):

@@ -1,9 +1,9 @@
 """Our attention as a ``transformers`` attention implementation, and the models for which it is exact."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -21,14 +21,18 @@ MaskMaker = partial[Tensor | None]
 # without attention. Any other kind carries a state over the tokens or selects what it attends.
 _LAYERS = {"full_attention", "attention", "sliding_attention", "chunked_attention", "moe", "mlp"}
 
-# Models whose other layers learn from transformers where documents end (``seq_idx``, ``cu_seqlens``), and the packages
-# of their kernels, without which transformers 5.23 refuses. ``benchmarks/huggingface_models.py`` finds them exact.
+# Models whose other layers learn from transformers where documents end (``seq_idx``, ``cu_seqlens``), as
+# ``tests/integrations/huggingface/test_hybrids.py`` finds: since which version, and the modules of their kernels.
+# Without kernels transformers mixes documents, and before 5.21 says nothing.
+_CONVOLUTION, _DELTA, _MAMBA = "causal_conv1d", "fla.ops.gated_delta_rule", "mamba_ssm.ops.triton.ssd_combined"
 _KERNELS = {
-    **dict.fromkeys(("lfm2", "lfm2_moe"), ("causal_conv1d",)),
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), ("causal_conv1d", "fla")),
-    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h", "zamba2"), ("causal_conv1d", "mamba_ssm")),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), ((5, 16), (_CONVOLUTION,))),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid"), ((5, 16), (_CONVOLUTION, _DELTA))
+    ),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "zamba2"), ((5, 16), (_CONVOLUTION, _MAMBA))),
+    **dict.fromkeys(("falcon_h1", "nemotron_h"), ((5, 17), (_CONVOLUTION, _MAMBA))),
 }
-_KERNELS_SINCE = (5, 23)  # of transformers
 
 _UNPACKED = {"eager", "sdpa", "flex_attention", "None"}  # attention that leaves documents to masks
 
@@ -139,16 +143,16 @@ def _objections_to_model(model: Any) -> Iterator[str]:
     kinds, name = _other_layers(config), type(model).__name__
     if kinds or getattr(model, "_is_stateful", False):
         layers = f"{name} has layers of {', '.join(sorted(kinds)) or 'recurrence'}"
-        packages = _KERNELS.get(_text(config).model_type)
-        if packages is None:
+        since, kernels = _KERNELS.get(_text(config).model_type, (None, ()))
+        if since is None:
             yield f"{layers}, and transformers does not tell them where documents end; train it unpacked"
             return
-        missing = [package for package in packages if find_spec(package) is None]
-        if tuple(map(int, require("transformers", "hf").__version__.split(".")[:2])) < _KERNELS_SINCE:
-            missing.append("transformers >= 5.23")
-        if missing:
-            kernels = f"only the GPU kernels of {' and '.join(packages)} keep documents apart in them"
-            yield f"{layers}, and {kernels}; install {' and '.join(missing)}, or train it unpacked"
+        if tuple(map(int, require("transformers", "hf").__version__.split(".")[:2])) < since:
+            yield f"{layers}, which learn where documents end since transformers {since[0]}.{since[1]}; upgrade it"
+        # transformers has imported those that work, and goes on without the others.
+        if missing := [kernel.partition(".")[0] for kernel in kernels if kernel not in sys.modules]:
+            apart = f"only GPU kernels keep documents apart in them, and {' and '.join(missing)} cannot be imported"
+            yield f"{layers}, where {apart}; install {'both' if missing[1:] else 'it'}, or train it unpacked"
     elif not (getattr(model, "_supports_attention_backend", False) and model._can_set_attn_implementation()):
         through = "transformers' AttentionInterface (_supports_attention_backend)"
         yield f"{name} does not use {through}, so packed documents may attend each other; train it unpacked"
@@ -247,7 +251,8 @@ def _objections_to_mask(mask: Tensor | MaskMaker | None) -> Iterator[str]:
     settings = mask.keywords if isinstance(mask, partial) else {"attention_mask": mask}
     if (given := settings.get("attention_mask")) is not None:
         shape = tuple(given.shape)
-        yield f"attention_mask of shape {shape} was given, but packed micro-batches have none; use FlatteningCollator"
+        made = f"attention_mask of shape {shape} was given, or made by the model as in OPT before transformers 5.18"
+        yield f"{made}, but packed micro-batches have none; use FlatteningCollator, or train this model unpacked"
     if "allow_is_bidirectional_skip" in settings or settings.get("use_vmap"):  # transformers sets these for both
         yield "attention that is not causal, or that has its own mask, is not supported; train the model unpacked"
 

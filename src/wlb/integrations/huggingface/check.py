@@ -75,6 +75,11 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
         raise UserError(f"{kind}; give balanced() Trainer or SFTTrainer, or divide its documents with wlb.balance")
     if (collator := arguments.get("data_collator")) is not None:
         refuse(_objections_to_collator(collator))
+    if getattr(arguments.get("args"), "train_sampling_strategy", None) == "batch_rebalance":
+        deals = (
+            'train_sampling_strategy = "batch_rebalance" deals padded documents to ranks, and balanced() packed ones'
+        )
+        raise UserError(f"{deals}; leave it out")
     if getattr(arguments.get("args"), "predict_with_generate", False):
         generates = "predict_with_generate = True would generate from packed documents"
         raise UserError(f"{generates}; generate in a plain Trainer")
