@@ -89,6 +89,11 @@ release-check:
 	cd dist && ../dist-venv/bin/wlb --help > /dev/null && ../dist-venv/bin/wlb-studies --help > /dev/null
 	test -f dist-venv/share/wlb/configs/7b_128k.toml
 	cd dist && ../dist-venv/bin/wlb-studies packing synthetic:5000:32K:0 --context-window 32K --micro-batches 4 --steps 4
+	dist-venv/bin/pip install --quiet --disable-pip-version-check uv
+	dist-venv/bin/pip download --quiet --disable-pip-version-check --dest dist-venv/wheels dist/wlb_llm-*.whl
+	@size=$$(du -sm dist-venv/wheels | cut -f 1); echo "wheels of a planner without torch: $$size MB"; test $$size -le 60
+	cd dist && ../dist-venv/bin/python -c "import json; json.dump([90, 7000, 30000] * 900, open('lengths.json', 'w'))"
+	cd dist && ../dist-venv/bin/uvx --offline --find-links ../dist-venv/wheels --from wlb_llm-*.whl wlb check lengths.json --gpus 8
 	cd dist && ../dist-venv/bin/python -c "import wlb; print(wlb.make_shard_plan([7, 3], 2, 'per_document').positions(0))"
 
 lint: setup

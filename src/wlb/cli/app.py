@@ -64,7 +64,7 @@ _CommandLineError = cast(
 _COMMANDS = {
     "Data": ("prepare",),
     "Planning": ("check", "simulate", "profile", "report"),
-    "Training": ("train", "export"),
+    "Training": ("train", "export", "doctor"),
 }
 
 

@@ -63,7 +63,7 @@ def register_attention(model: nn.Module | None = None, *, name: str = NAME) -> N
         raise UserError(f"{kind} is not a transformers model; call wlb.attention.segment_attention in your model")
     if getattr(model.config, "use_cache", False):
         raise UserError("model.config.use_cache = True makes packed documents attend each other; set it to False")
-    refuse(_objections_to_model(model))
+    refuse(objections_to_model(model))
     attend_with(model, name)
 
 
@@ -73,7 +73,7 @@ def prepare_model(model: Any) -> list[str]:
     if getattr(config, "use_cache", False):
         config.use_cache = False  # type: ignore[union-attr]
         changed.append("model.config.use_cache = False")
-    refuse(_objections_to_model(model))
+    refuse(objections_to_model(model))
     attention = str(getattr(config, "_attn_implementation", None))
     if hasattr(model, "set_attn_implementation") and "flash" not in attention and not is_packed_attention(model):
         register_attention(model)
@@ -103,7 +103,7 @@ def check_next_model(shared: bool) -> None:
             mixes = f"{type(called).__name__} attends with {attention}, which may mix the documents of a PackedBatch"
             remedy = "call register_attention(model) of wlb.integrations.huggingface, or pass the fields of the batch"
             raise UserError(f"{mixes}; {remedy}")
-        refuse(_objections_to_model(called))
+        refuse(objections_to_model(called))
 
     for unused in _ARMED:
         unused.remove()
@@ -130,7 +130,7 @@ def refuse(objections: Iterator[str]) -> None:
         raise UserError(objection)
 
 
-def _objections_to_model(model: Any) -> Iterator[str]:
+def objections_to_model(model: Any) -> Iterator[str]:
     """Reasons why settings or layers of ``model`` may mix packed documents."""
     if (config := getattr(model, "config", None)) is None:
         return

@@ -1,0 +1,143 @@
+"""``wlb doctor`` in good and in broken environments."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import run
+from wlb.integrations import environment
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 80,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+}
+MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Let only these packages be installed, and their imports fail with these errors."""
+
+    def only(versions: dict[str, str], errors: dict[str, str] | None = None) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise environment.PackageNotFoundError(name)
+            return versions[name]
+
+        found = environment.STACKS | environment.KERNELS
+        of_module = {found[name]: error for name, error in (errors or {}).items()}
+        monkeypatch.setattr(environment, "version", version)
+        monkeypatch.setattr(environment, "_import_error", lambda module: of_module.get(module, ""))
+
+    return only
+
+
+def written(directory: Path, config: dict[str, Any]) -> Path:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def diagnosis(*arguments: object) -> tuple[int, Any]:
+    done = run("doctor", *arguments, "--json")
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_without_torch_there_is_only_planning(installed):
+    installed({"numpy": "2.3.0"})
+    done = run("doctor", "--model", "llama3-8b")
+    assert done.returncode == 0
+    assert "planning only" in done.stdout
+    assert "wlb check     llama3-8b: works" in done.stdout
+    assert "wlb train" not in done.stdout
+
+
+def test_each_package_says_what_was_tested_with_its_version(installed, monkeypatch):
+    tested = [
+        {"stack": "transformers", "version": "5.24.0", "features": {"packing": "exact", "lists": "refused"}},
+        {"stack": "transformers", "version": "5.16.1", "features": {"packing": "exact"}},
+    ]
+    monkeypatch.setattr(environment.json, "loads", lambda text: tested)
+    installed({"transformers": "5.24.0"})
+    assert "exact: packing; refused: lists" in run("doctor").stdout
+    installed({"transformers": "5.20.0"})
+    assert "nothing; 5.24.0, 5.16.1 were" in run("doctor").stdout
+
+
+def test_broken_and_unsuitable_packages_are_problems(installed):
+    installed({"torch": "2.0.1", "megatron-core": "0.16.1"}, {"torch": "OSError: libcudart", "megatron-core": "gone"})
+    done = run("doctor", "--model", "llama3-8b")
+    assert done.returncode == 1
+    problems = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("problem")]
+    assert problems[0].startswith("torch 2.0.1: wlb-llm needs torch")
+    assert problems[1:] == ["torch 2.0.1: OSError: libcudart", "megatron-core 0.16.1: gone"]
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_an_import_that_fails_crashes_or_prints_is_one_line(tmp_path, monkeypatch):
+    sources = {
+        "raises": "raise ImportError('undefined symbol:\\n  _ZN3c10')",
+        "crashes": "import os; os.abort()",
+        "exits": "raise SystemExit(3)",
+        "prints": "print('hello')",
+    }
+    for name, source in sources.items():
+        (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    found = {name: environment._import_error(name) for name in (*sources, "absent")}
+    assert found == {
+        "raises": "ImportError: undefined symbol: _ZN3c10",
+        "crashes": "import crashes ends the process with status -6",
+        "exits": "SystemExit: 3",
+        "prints": "",
+        "absent": "ModuleNotFoundError: No module named 'absent'",
+    }
+
+
+@pytest.mark.parametrize(
+    ("device", "problems"),
+    [
+        ({"gpus": ["H100"], "capabilities": [(9, 0)], "nccl": (2, 27, 3), "settings": {}}, []),
+        ({"gpus": ["V100"], "capabilities": [(7, 0)], "nccl": (2, 27, 3), "settings": {}}, ["compute capability 8.0"]),
+        ({"gpus": ["H100"], "capabilities": [(9, 0)], "nccl": (2, 25, 1), "settings": {}}, ["NCCL 2.25.1 ignores"]),
+        ({"gpus": [], "settings": {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}}, ["unset it"]),
+    ],
+)
+def test_what_gpus_and_settings_cannot_do_is_a_problem(device, problems):
+    found = [*environment.wrong_gpus(device)]
+    assert len(found) == len(problems)
+    for text, problem in zip(problems, found, strict=True):
+        assert text in problem
+
+
+def test_a_model_is_a_problem_only_if_nothing_here_trains_it(tmp_path, installed):
+    pytest.importorskip("transformers")
+    installed({"torch": "2.13.0", "transformers": "5.24.0"})
+    status, found = diagnosis("--model", written(tmp_path / "llama", LLAMA))
+    assert (status, found["problems"]) == (0, [])
+    assert found["model"] == {"wlb check": "", "wlb train": "", "transformers": ""}
+    status, found = diagnosis("--model", written(tmp_path / "mamba", MAMBA))
+    assert status == 1
+    assert all(found["model"].values())
+    assert "where documents end" in found["model"]["transformers"]
+    status, found = diagnosis("--model", written(tmp_path / "broken", {"model_type": "llama"}))
+    assert status == 1
+    assert "hidden_size" in found["model"]["wlb check"]
+
+
+def test_here_the_screen_has_a_row_for_torch():
+    pytest.importorskip("torch")
+    done = run("doctor")
+    assert "torch built for" in done.stdout
+    assert any(line.split()[:1] == ["torch"] and "works" in line for line in done.stdout.splitlines())
