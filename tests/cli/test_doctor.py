@@ -65,14 +65,21 @@ def test_without_torch_there_is_only_planning(installed):
 
 def test_each_package_says_what_was_tested_with_its_version(installed, monkeypatch):
     tested = [
-        {"stack": "transformers", "version": "5.24.0", "features": {"packing": "exact", "lists": "refused"}},
-        {"stack": "transformers", "version": "5.16.1", "features": {"packing": "exact"}},
+        {
+            "stack": "transformers",
+            "version": "5.24.0",
+            "pins": {},
+            "features": {"packing": "exact", "lists": "refused"},
+        },
+        {"stack": "transformers", "version": "5.16.1", "pins": {"torch": "2.13.0"}, "features": {"packing": "exact"}},
     ]
     monkeypatch.setattr(environment.json, "loads", lambda text: tested)
     installed({"transformers": "5.24.0"})
     assert "exact: packing; refused: lists" in run("doctor").stdout
-    installed({"transformers": "5.20.0"})
-    assert "nothing; 5.24.0, 5.16.1 were" in run("doctor").stdout
+    installed({"transformers": "5.20.0", "trl": "1.0", "torch": "2.13.0+cpu"})
+    said = " ".join(run("doctor").stdout.split())
+    for text in ("nothing; 5.24.0, 5.16.1 were", "trl 1.0 works nothing", "in the tests of transformers 5.16.1"):
+        assert text in said
 
 
 def test_broken_and_unsuitable_packages_are_problems(installed):

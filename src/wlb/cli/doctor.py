@@ -145,7 +145,9 @@ def _tested(package: Mapping[str, Any]) -> str:
     by_result: dict[str, list[str]] = {}
     for feature, result in package["tested"].items():
         by_result.setdefault(result, []).append(feature)
+    if by_result:
+        return "; ".join(f"{result}: {', '.join(features)}" for result, features in by_result.items())
+    if package["ran_in"]:
+        return f"in the tests of {', '.join(package['ran_in'])}"
     others = ", ".join(package["tested_versions"])
-    if not by_result:
-        return f"nothing; {others} were" if others else "nothing"
-    return "; ".join(f"{result}: {', '.join(features)}" for result, features in by_result.items())
+    return f"nothing; {others} were" if others else "nothing"

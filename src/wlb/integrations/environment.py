@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.resources import files
@@ -62,18 +62,19 @@ def find_packages() -> dict[str, dict[str, Any]]:
         errors = threads.map(_import_error, (modules[name] for name in installed))
     tested = json.loads(files("wlb.integrations").joinpath("tested.json").read_text(encoding="utf-8"))
     return {
-        name: {
-            "version": installed[name],
-            "error": error,
-            "tested": next((one["features"] for one in tested if _is(one, name, installed[name])), {}),
-            "tested_versions": [one["version"] for one in tested if one["stack"] == name],
-        }
+        name: {"version": installed[name], "error": error, **_tested(tested, name, installed[name].partition("+")[0])}
         for name, error in zip(installed, errors, strict=True)
     }
 
 
-def _is(tested: Mapping[str, Any], name: str, installed: str) -> bool:
-    return (tested["stack"], tested["version"]) == (name, installed.partition("+")[0])
+def _tested(tested: Sequence[Mapping[str, Any]], name: str, found: str) -> dict[str, Any]:
+    """What ran with the package ``name``, in the version ``found`` and in others."""
+    of_stack = [one for one in tested if one["stack"].lower().replace("-", "") == name.replace("-", "")]
+    return {
+        "tested": next((one["features"] for one in of_stack if one["version"] == found), {}),
+        "tested_versions": [one["version"] for one in of_stack],
+        "ran_in": [f"{one['stack']} {one['version']}" for one in tested if one["pins"].get(name) == found],
+    }
 
 
 def _import_error(module: str) -> str:
