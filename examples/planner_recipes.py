@@ -43,12 +43,17 @@ def prime_rl() -> None:
     batch._distribute_group = lambda group, workers, bin_cost: [group[rank::workers] for rank in range(workers)]
 
 
-def skyrl() -> None:
-    """What its collator for fine-tuning packs with, and its trainer, which takes a sample over the limit."""
+def skyrl(multiple_of: int = 1) -> None:
+    """What its collator for fine-tuning packs with, and its trainer, which takes a sample over the limit.
+
+    On Megatron it pads each sample to the multiple that its ``get_packed_seq_align_size`` gives for tp, cp and FP8, but
+    packs without the padding: give this multiple, and the limit holds.
+    """
     from skyrl.train.dataset.bin_packing import Balanced, FirstFitDecreasing
 
-    FirstFitDecreasing._pack_implementation = _packed
-    Balanced._pack_implementation = lambda packer, lengths: _packed(packer, lengths, oversize="alone")
+    wishes: dict[str, Any] = {"multiple_of": multiple_of}
+    FirstFitDecreasing._pack_implementation = lambda packer, lengths: _packed(packer, lengths, **wishes)
+    Balanced._pack_implementation = lambda packer, lengths: _packed(packer, lengths, oversize="alone", **wishes)
 
 
 def nemo_rl() -> None:
@@ -58,10 +63,10 @@ def nemo_rl() -> None:
     ModifiedFirstFitDecreasingPacker._pack_implementation = _packed
 
 
-def _packed(packer: Any, sequence_lengths: list[int], oversize: Any = "error") -> list[list[int]]:
+def _packed(packer: Any, sequence_lengths: list[int], **wishes: Any) -> list[list[int]]:
     capacity = packer.bin_capacity - packer.bin_capacity % getattr(packer, "packed_length_multiple", 1)
     ranks = packer.bin_count_multiple or 1
-    of_ranks = balance(sequence_lengths, ranks=ranks, max_tokens=capacity, oversize=oversize)
+    of_ranks = balance(sequence_lengths, ranks=ranks, max_tokens=capacity, **wishes)
     return [micro_batch for slot in zip(*of_ranks, strict=True) for micro_batch in slot]
 
 
@@ -92,3 +97,57 @@ def openrlhf(ranks: int, max_tokens: int) -> None:
     ppo_trainer.balance_experiences = shares
     experience_maker.get_seqlen_balanced_partitions = forwards
     replay_buffer.get_seqlen_balanced_partitions = micro_batches
+
+
+def verl_prefix_grouper() -> None:
+    """With ``actor.use_prefix_grouper``, which computes the prompt of each group once: call it in the controller."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.utils import seqlen_balancing
+
+    theirs = RayPPOTrainer._balance_batch
+    prompts: list[int] = []
+
+    def balance_batch(trainer: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
+        width = batch.batch["prompts"].shape[1]
+        prompts[:] = batch.batch["attention_mask"][:, :width].sum(1).tolist()
+        return theirs(trainer, batch, *arguments, **options)
+
+    def of_groups(seqlen_list: Any, uid_list: Any, k_partitions: int) -> Any:
+        prefixes = dict(zip(uid_list, prompts, strict=True))
+        of_ranks = balance(seqlen_list, ranks=k_partitions, groups=uid_list, prefixes=prefixes, equal_size=True)
+        return [samples for (samples,) in of_ranks]
+
+    RayPPOTrainer._balance_batch = balance_batch
+    seqlen_balancing.get_group_balanced_partitions = of_groups
+
+
+def trl() -> None:
+    """``AsyncGRPOTrainer`` without a ``token_budget``, whose rows compute a prompt once: call it before training.
+
+    A prompt is in several rows where that balances them, instead of only where there are fewer prompts than rows.
+    """
+    from trl.experimental.async_grpo import async_grpo_trainer as trainer
+
+    def batches(batcher: Any) -> Any:
+        batch: list[Any] = []
+        for sample in batcher.dataset:
+            batch.append(sample)
+            if len(batch) == batcher.microbatch_size:
+                lengths = [len(sample["input_ids"]) for sample in batch]
+                groups = [str(sample["group_id"]) for sample in batch]
+                prefixes: dict[str, int] = {}
+                for group, sample in zip(groups, batch, strict=True):
+                    prompt = int(sample["completion_mask"].argmax())
+                    prefixes[group] = min(prompt, prefixes.get(group, prompt))
+                parts = balance(lengths, batcher.num_processes, groups=groups, prefixes=prefixes)
+                yield [_row(trainer, [batch[i] for i in part]) for part in parts]
+                batch = []
+
+    trainer.FixedCountBatcher.__iter__ = batches
+
+
+def _row(trainer: Any, samples: list[Any]) -> Any:
+    row = trainer.TreeRow()
+    for sample in samples:
+        row.add(sample)
+    return row

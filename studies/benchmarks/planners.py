@@ -241,20 +241,33 @@ def of_wlb(lengths: list[int], ranks: int, most: int) -> OfRanks:
 
 
 def of_verl(verl: Any) -> Planner:
-    """As its trainers: equally many documents on each rank, then micro-batches (``rearrange_micro_batches``)."""
+    """As its trainers: equally many documents on each rank, then micro-batches (``rearrange_micro_batches``).
+
+    All ranks have one more micro-batch as long as one of any rank is over the limit.
+    """
     import torch
+
+    def divided(lengths: list[int], prices: list[float], number: int, most: int) -> list[list[int]] | None:
+        parts: list[list[int]] = verl.get_seqlen_balanced_partitions(prices, number, equal_size=False)
+        if any(sum(lengths[i] for i in part) > most for part in parts):
+            return None
+        parts.sort(key=lambda part: (sum(prices[i] for i in part), part[0]), reverse=True)
+        return parts[::2][::-1] + parts[1::2]
 
     def plan(lengths: list[int], ranks: int, most: int) -> OfRanks:
         prices = verl.calculate_workload(torch.tensor(lengths)).tolist()
         of_ranks = verl.get_seqlen_balanced_partitions(prices, ranks, equal_size=True)
         number = max(-(-sum(lengths[i] for i in own) // most) for own in of_ranks)
-        planned = []
-        for own in of_ranks:
-            own_prices = [prices[i] for i in own]
-            parts = verl.get_seqlen_balanced_partitions(own_prices, number, equal_size=False)
-            parts.sort(key=lambda part: (sum(own_prices[i] for i in part), part[0]), reverse=True)
-            planned.append([[own[i] for i in part] for part in parts[::2][::-1] + parts[1::2]])
-        return planned
+        while True:
+            planned: OfRanks = []
+            for own in of_ranks:
+                parts = divided([lengths[i] for i in own], [prices[i] for i in own], number, most)
+                if parts is None:
+                    break
+                planned.append([[own[i] for i in part] for part in parts])
+            if len(planned) == ranks:
+                return planned
+            number += 1
 
     return plan
 

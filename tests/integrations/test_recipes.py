@@ -1,7 +1,8 @@
 """The recipes of ``examples/planner_recipes.py`` in the packages they are for or in stand-ins.
 
-Stand-ins have the signatures of slime 624b824, prime-rl 559b447, SkyRL a956457, NeMo-RL 7ea279a and OpenRLHF 3c3be62,
-and deal micro-batches to ranks as those do. With checkouts on ``PYTHONPATH`` the packages' own functions run.
+Stand-ins have the signatures of slime 624b824, prime-rl 559b447, SkyRL a956457, NeMo-RL 7ea279a, OpenRLHF 3c3be62, verl
+0.9.1 and TRL 1.16, and deal micro-batches to ranks as those do. With checkouts on ``PYTHONPATH`` the packages' own
+functions run, but for verl's trainer.
 """
 
 import importlib
@@ -140,6 +141,14 @@ def test_skyrl_and_nemo_rl(module: str, packer: str, make: str, algorithm: str, 
     assert work.max(axis=0).sum() < 1.1 * work.mean(axis=0).sum()
     if packer == "Balanced":  # as SkyRL's trainer calls it, for one rank, its limit a soft one
         assert getattr(package, make)(algorithm, bin_capacity=10).pack([3, 12, 4]) == [[1], [0, 2]]
+    if module.startswith("skyrl"):  # which pads every sample
+        RECIPES.skyrl(multiple_of=16)
+        padded = getattr(package, make)(algorithm, bin_capacity=LIMIT, bin_count_multiple=RANKS).pack(LENGTHS)
+        held, before = (
+            [sum(-(-length // 16) * 16 for length in part) for part in of]
+            for of in ([[LENGTHS[i] for i in part] for part in padded], bins)
+        )
+        assert max(held) <= LIMIT < max(before)
 
 
 def _price(length: int) -> float:
@@ -191,3 +200,86 @@ def test_openrlhf(number: int, train_batch: int, monkeypatch: pytest.MonkeyPatch
     for own_lengths in (of_ranks, forwarded) if number >= 200 else ():  # else too few to be even
         work = [sum(map(_price, own)) for own in own_lengths]
         assert max(work) < {200: 1.001, 40: 1.15}[train_batch] * sum(work) / RANKS
+
+
+PROMPTS = np.repeat(np.random.default_rng(1).integers(100, 2_000, 32), 8).tolist()
+WHOLE = [prompt + length for prompt, length in zip(PROMPTS, (LENGTHS * 2)[:256], strict=True)]
+
+
+def _shared_price(samples: list[int]) -> float:
+    """Of rollouts (eight for each prompt) that compute a prompt once."""
+    once = sum(_price(PROMPTS[group * 8]) for group in {i // 8 for i in samples})
+    return once + sum(_price(WHOLE[i]) - _price(PROMPTS[i]) for i in samples)
+
+
+def test_verl_with_prefix_grouper(monkeypatch: pytest.MonkeyPatch):
+    """As its controller balances: it asks for equally many whole groups on every rank."""
+
+    def balance_batch(trainer: Any, batch: Any, metrics: Any) -> Any:
+        lengths = batch.batch["attention_mask"].sum(1).tolist()
+        return utils.seqlen_balancing.get_group_balanced_partitions(
+            seqlen_list=lengths, uid_list=list(batch.non_tensor_batch["uid"]), k_partitions=4
+        )
+
+    utils = _package("verl.utils", monkeypatch)
+    balancing = _package("verl.utils.seqlen_balancing", monkeypatch, get_group_balanced_partitions=None)
+    monkeypatch.setattr(balancing, "get_group_balanced_partitions", None)
+    trainer = type("RayPPOTrainer", (), {"_balance_batch": balance_batch})
+    module = ModuleType("verl.trainer.ppo.ray_trainer")
+    vars(module)["RayPPOTrainer"] = trainer
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for parent in ("verl.trainer", "verl.trainer.ppo"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    RECIPES.verl_prefix_grouper()
+    mask = torch.zeros(256, 2_000 + max(LENGTHS), dtype=torch.long)
+    for row, prompt, length in zip(mask, PROMPTS, WHOLE, strict=True):
+        row[2_000 - prompt : 2_000 - prompt + length] = 1
+    batch = SimpleNamespace(
+        batch={"prompts": torch.zeros(256, 2_000), "attention_mask": mask},
+        non_tensor_batch={"uid": np.repeat([f"prompt {i}" for i in range(32)], 8).astype(object)},
+    )
+    parts = trainer()._balance_batch(batch, {})
+    assert sorted(chain(*parts)) == [*range(256)]
+    assert all(len(part) == 64 and len({i // 8 for i in part}) == 8 for part in parts)
+    work = [_shared_price(part) for part in parts]
+    assert max(work) < 1.02 * sum(work) / 4
+
+
+def test_trl(monkeypatch: pytest.MonkeyPatch):
+    class FixedCountBatcher:
+        def __init__(self, dataset: Any, num_processes: int, microbatch_size: int) -> None:
+            self.dataset, self.num_processes, self.microbatch_size = dataset, num_processes, microbatch_size
+
+    class TreeRow:
+        def __init__(self) -> None:
+            self.samples: list[Any] = []
+
+        def add(self, sample: Any) -> None:
+            self.samples.append(sample)
+
+    trainer = _package(
+        "trl.experimental.async_grpo.async_grpo_trainer",
+        monkeypatch,
+        FixedCountBatcher=FixedCountBatcher,
+        TreeRow=TreeRow,
+    )
+    monkeypatch.setattr(trainer.FixedCountBatcher, "__iter__", None, raising=False)
+    RECIPES.trl()
+    samples = [
+        {
+            "input_ids": np.array(
+                [*range(prompt), *np.random.default_rng(i).integers(10_000, 99_999, length - prompt)]
+            ),
+            "completion_mask": (np.arange(length) >= prompt).astype(np.int64),
+            "group_id": i // 8,
+            "number": i,
+        }
+        for i, (prompt, length) in enumerate(zip(PROMPTS, WHOLE, strict=True))
+    ]
+    batches = [*trainer.FixedCountBatcher(samples, 4, 128)]
+    rows = [[sample["number"] for sample in row.samples] for batch in batches for row in batch]
+    assert [len(batch) for batch in batches] == [4, 4]
+    assert sorted(chain(*rows)) == [*range(256)]
+    for own in (rows[:4], rows[4:]):
+        work = [_shared_price(row) for row in own]
+        assert max(work) < 1.02 * _shared_price([*chain(*own)]) / 4

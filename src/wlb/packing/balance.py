@@ -32,7 +32,7 @@ _TRY_AGAIN = 0.05  # of a step: if ranks wait longer, division without filled sl
 _SLOT_EXCHANGES = 64  # over all slots; the first ones gain most
 _MOST_SEEN = 1_000_000  # documents looked at over all filled slots; each looks at all that are left
 _APART = {
-    "prefixes": ("costs", "phases", "equal_size", "multiple_of", "max_documents", "padded"),
+    "prefixes": ("costs", "phases", "multiple_of", "max_documents", "padded"),
     "padded": ("costs", "phases"),
 }
 
@@ -103,7 +103,7 @@ def balance(
     sizes |= {"parts_multiple_of": parts_multiple_of, "ranks": ranks, "parts": parts}
     given = {name: check_whole(name, size) for name, size in sizes.items() if size is not None}
     others = given | {"prefixes": prefixes, "costs": costs, "phases": phases}
-    others |= {"padded": padded or None, "equal_size": equal_size or None}
+    others["padded"] = padded or None
     for name, apart in _APART.items():
         for other in apart if others[name] is not None else ():
             if others.get(other) is not None:

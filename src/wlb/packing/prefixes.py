@@ -24,6 +24,10 @@ _EVEN = 1.01  # over the mean part if every prefix were computed once: good enou
 def divided_once_shared(task: Task, parts: int, start: list[Indices] | None = None) -> list[Indices]:
     """Divide documents with prefixes into ``parts``, from ``start`` if given. Raises ``UserError`` if none is found."""
     check_possible(task._replace(max_tokens=None), parts)
+    if task.equal_size and parts > 1:
+        raise UserError(
+            f"equal_size with prefixes needs one micro-batch for each rank, not {parts}; give groups and ranks"
+        )
     best, lowest, shared = start or [], math.inf, _prefixes(task)
     mean = float(task.costs([np.arange(len(task.tokens))])[0]) / parts
     even = _EVEN * max(mean, float((task.prices + shared.prices[shared.group_of]).max()))
