@@ -1,4 +1,4 @@
-"""``wlb.balance`` beside the planners of other stacks, on the same log-normal lengths: two tables.
+"""``wlb.balance`` beside the planners of other stacks, on the same log-normal lengths: three tables.
 
     PYTHONPATH=VERL:SLIME:PRIME_RL/src:SKYRL:OPENRLHF:LLAMA_FACTORY \\
         .venv/bin/python -m studies.benchmarks.planners [--documents N ..] [--parts N ..] [--ranks N ..] [--out FILE]
@@ -12,6 +12,10 @@ own prices. Lock step is what ranks take that wait for one another at every micr
 dearest), over the mean of the ranks' totals; a rank without a micro-batch in a slot waits. Totals is the dearest rank
 over the mean.
 
+*Prompts*: the same, where the rollouts of a prompt (half as long in the median as a response) stay on one rank, and a
+micro-batch computes a prompt once for all its rollouts. Whole lengths, with ``groups`` alone, against ``prefixes``.
+Both columns are over the ranks' mean if every prompt were computed once in all.
+
 Those that can be imported run. Times are CPU time of the process, medians over the cases.
 """
 
@@ -19,6 +23,7 @@ import argparse
 import heapq
 import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from statistics import mean, median
 from types import SimpleNamespace
@@ -57,6 +62,12 @@ STEPS_COLUMNS = {
     "totals": "{totals:.3f}",
     "ms": "{milliseconds:.1f}",
 }
+PROMPTS_COLUMNS = {name: STEPS_COLUMNS[name] for name in ("planner", "documents", "ranks", "micro-batches a rank")} | {
+    "lock step": "{lock_step:.3f}",
+    "totals": "{totals:.3f}",
+    "ms": "{milliseconds:.1f}",
+}
+_ROLLOUTS = 8  # of a prompt
 Divider = Callable[[list[float], int], list[list[int]]]
 
 
@@ -81,10 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for row in divide(dividers, documents, number, options)
     ]  # fmt: skip
     steps = [row for ranks in options.ranks for row in compare(planners, ranks, options)]
-    results = facts() | {"seed": options.seed, "max_tokens": options.max_tokens, "parts": parts, "steps": steps}
+    prompts = [row for ranks in options.ranks for row in share(ranks, options)]
+    results = facts() | {
+        "seed": options.seed,
+        "max_tokens": options.max_tokens,
+        "parts": parts,
+        "steps": steps,
+        "prompts": prompts,
+    }
     console.print("measured on one thread,", results["machine"], results["versions"])
     show("a given number of parts", parts, PARTS_COLUMNS)
     show(f"micro-batches of up to {options.max_tokens:,} tokens", steps, STEPS_COLUMNS)
+    show("rollouts that share prompts", prompts, PROMPTS_COLUMNS)
     write(results, options.out)
 
 
@@ -151,6 +170,35 @@ def compare(planners: dict[str, Planner], ranks: int, arguments: argparse.Namesp
                 "milliseconds": 1000 * median(times),
             }
         )
+    return rows
+
+
+def share(ranks: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row with and one without ``prefixes``; they take turns, case by case."""
+    random = np.random.default_rng([arguments.seed, ranks, _ROLLOUTS])
+    workload = wlb.make_workload("7b", "h100")
+    groups = np.repeat(np.arange(-(-arguments.step_documents // _ROLLOUTS)), _ROLLOUTS)[: arguments.step_documents]
+    seen: dict[str, list[tuple[float, ...]]] = {"wlb, groups": [], "wlb, prefixes": []}
+    for _ in range(arguments.repetitions):
+        prompts = (lengths_of(random, groups[-1] + 1, arguments) + 1) // 2
+        lengths = np.minimum(lengths_of(random, len(groups), arguments) + prompts[groups], arguments.max_tokens)
+        once = workload.document_seconds(prompts)
+        rest = workload.document_seconds(lengths) - once[groups]
+        fair = float(once.sum() + rest.sum()) / ranks
+        for name, cases in seen.items():
+            prefixes = dict(enumerate(prompts.tolist())) if "prefixes" in name else None
+            timer = CpuTimer()
+            shared: dict[str, Any] = {"groups": groups, "prefixes": prefixes}
+            of_ranks = timer(partial(wlb.balance, max_tokens=arguments.max_tokens, ranks=ranks, **shared), lengths)
+            loads = np.array([[rest[p].sum() + once[np.unique(groups[p])].sum() for p in own] for own in of_ranks])
+            lock_step, totals = float(loads.max(axis=0).sum()) / fair, float(loads.sum(axis=1).max()) / fair
+            cases.append((timer.seconds, len(of_ranks[0]), lock_step, totals))
+    rows = []
+    for name, cases in seen.items():
+        times, micro_batches, lock_steps, all_totals = zip(*cases, strict=True)
+        figures = {"micro_batches": mean(micro_batches), "lock_step": mean(lock_steps), "totals": mean(all_totals)}
+        sizes = {"documents": len(groups), "ranks": ranks, "milliseconds": 1000 * median(times)}
+        rows.append({"planner": name, **sizes, **figures})
     return rows
 
 
