@@ -126,7 +126,7 @@ def steps(document: dict[str, Any]) -> Iterator[Step]:
             measured, kind = seconds_of_step(row), whole_steps.published_step(row).kind
         except ODD:
             continue
-        if kind == FUNCTIONAL:
+        if kind in (FUNCTIONAL, whole_steps.HYBRID):
             continue
         checks = "forward_us" in row or _checks([row.get(name) for name in _CONFIGURATION])
         yield Step(row["repo"], kind, checks, 1.0, partial(_row_error, row, measured))

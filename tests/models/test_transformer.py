@@ -62,6 +62,7 @@ def test_what_is_only_priced_is_not_built() -> None:
     priced: list[dict[str, Any]] = [
         {"sliding_window": 8, "full_attention_every": 2},
         {"kv_heads": 4, "latent": LatentAttention(0, 8, 4, 16)},
+        {"pattern": "*" * SHAPE.layers},
     ]
     message = r"can be priced and simulated but not trained or profiled; choose a model.*balanced"
     for variant in priced:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from wlb.errors import UserError
 from wlb.workload import MODEL_SHAPES, model_shape
 from wlb.workload.model_json import read_shape
-from wlb.workload.shapes import Experts, LatentAttention, ModelShape
+from wlb.workload.shapes import Experts, Indexer, LatentAttention, LinearLayer, ModelShape
 from wlb.workload.weights import parameters
 
 SMALL = {
@@ -39,12 +40,43 @@ LATENT = {
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 24,
 }
+OF_LATENT = LatentAttention(q_rank=48, kv_rank=40, rope_dim=8, value_dim=20)
 DEEPSEEK = ModelShape(
-    *(64, 4, 4, 4, 24, 96, 80),
-    experts=Experts(8, 2, 24, shared_hidden=48, dense_layers=1),
-    latent=LatentAttention(q_rank=48, kv_rank=40, rope_dim=8, value_dim=20),
+    *(64, 4, 4, 4, 24, 96, 80), experts=Experts(8, 2, 24, shared_hidden=48, dense_layers=1), latent=OF_LATENT
 )
+INDEXED = LATENT | {"index_topk": 16, "index_n_heads": 3, "index_head_dim": 12}
+SPARSE = replace(DEEPSEEK, indexer=Indexer(16, 3, 12, layers=4))
+DELTA = {
+    "linear_num_value_heads": 6,
+    "linear_num_key_heads": 3,
+    "linear_key_head_dim": 20,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+KDA = {"head_dim": 12, "num_heads": 5, "short_conv_kernel_size": 4, "full_attn_layers": [3], "kda_layers": [1, 2, 4]}
+KIMI = {name: LATENT[name] for name in LATENT if name != "q_lora_rank"} | {
+    "num_experts": 8,
+    "num_experts_per_token": 2,
+    "num_shared_experts": 2,
+    "linear_attn_config": KDA,
+    "pad_token_id": 0,
+}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 20, "mamba_n_groups": 2}
+NEMOTRON = {
+    "hybrid_override_pattern": "MEM*-",
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 12,
+    "n_groups": 3,
+    "ssm_state_size": 20,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "moe_latent_size": 16,
+}
 LOCAL_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+
+HYBRID = ModelShape(*BASE, pattern="M-M-M-*-", linear=LinearLayer("gated_delta", 6, 3, 20, 12), gated_attention=True)
 
 FAMILIES: dict[str, tuple[dict[str, Any], ModelShape]] = {
     "llama": ({}, ModelShape(*BASE)),
@@ -60,6 +92,55 @@ FAMILIES: dict[str, tuple[dict[str, Any], ModelShape]] = {
     "gemma3_text": (
         {"sliding_window": 16, "num_hidden_layers": 7},
         ModelShape(64, 7, 4, 2, 32, 96, 80, sliding_window=16, full_attention_every=6),
+    ),
+    "deepseek_v32": (INDEXED, SPARSE),
+    "glm_moe_dsa": (
+        INDEXED | {"index_topk_freq": 3, "index_skip_topk_offset": 1},
+        replace(SPARSE, indexer=Indexer(16, 3, 12, layers=2)),
+    ),
+    "qwen3_next": (
+        ROUTED | DELTA | {"shared_expert_intermediate_size": 40, "mlp_only_layers": []},
+        replace(HYBRID, pattern="MEMEME*E", experts=Experts(8, 2, 24, shared_hidden=40)),
+    ),
+    "qwen3_5_text": (DELTA | {"full_attention_interval": 2}, replace(HYBRID, pattern="M-*-M-*-")),
+    "qwen3_5_moe_text": (
+        ROUTED | DELTA | {"shared_expert_intermediate_size": 40, "intermediate_size": None},
+        replace(HYBRID, ffn_hidden=48, pattern="MEMEME*E", experts=Experts(8, 2, 24, shared_hidden=40)),
+    ),
+    "kimi_linear": (
+        KIMI,
+        replace(
+            DEEPSEEK,
+            pattern="M-ME*EME",
+            experts=Experts(8, 2, 24, shared_hidden=48, dense_layers=1),
+            latent=replace(OF_LATENT, q_rank=0),
+            linear=LinearLayer("kda", 5, 5, 12, 12),
+        ),
+    ),
+    "nemotron_h": (
+        NEMOTRON,
+        ModelShape(
+            *(64, 3, 4, 2, 32, 96, 80),
+            pattern="MEM*-",
+            experts=Experts(8, 2, 24, shared_hidden=40, latent=16),
+            linear=LinearLayer("mamba2", 6, 3, 20, 12),
+            ffn_matrices=2,
+        ),
+    ),
+    "granitemoehybrid": (
+        MAMBA
+        | {"layer_types": ["mamba", "attention", "mamba", "mamba"], "shared_intermediate_size": 40, "head_dim": 16}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "mamba_expand": 2},
+        ModelShape(
+            *(64, 4, 4, 2, 16, 40, 80),
+            pattern="ME*EMEME",
+            experts=Experts(8, 2, 96, shared_hidden=40),
+            linear=LinearLayer("mamba2", 8, 2, 20, 16),
+        ),
+    ),
+    "falcon_h1": (
+        MAMBA | {"mamba_d_ssm": 96},
+        ModelShape(*BASE, pattern="H-H-H-H-", linear=LinearLayer("mamba2", 8, 2, 20, 12)),
     ),
     "gpt_oss": (
         LOCAL_EXPERTS | {"sliding_window": 16},
@@ -85,7 +166,7 @@ def test_every_family_is_read_as_transformers_builds_it(family, tmp_path):
     built = sum(
         parameter.numel()
         for name, parameter in model.named_parameters()
-        if parameter.dim() > 1 and "bias" not in name and "shared_expert_gate" not in name
+        if parameter.dim() > 1 and not any(part in name for part in ("bias", "shared_expert_gate", "conv1d", "A_log"))
     )
     assert parameters(shape, tied_embeddings=config.tie_word_embeddings) == built
     # transformers writes defaults out, renames keys and lists the type of every layer.
@@ -146,6 +227,36 @@ def test_windows_are_those_of_transformers_for_pricing_and_training(tmp_path_fac
             assert trained.shape == shape
 
 
+def test_a_family_that_is_not_known_is_read_by_its_keys(tmp_path):
+    sliding = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    for keys, shape in (
+        ({"use_sliding_window": False, "sliding_window": 16, "layer_types": ["full_attention"] * 4}, ModelShape(*BASE)),
+        (sliding, ModelShape(*BASE, sliding_window=16, full_attention_every=2)),
+        (ROUTED | {"first_k_dense_replace": 1}, ModelShape(*BASE, experts=Experts(8, 2, 24, dense_layers=1))),
+        (INDEXED, SPARSE),
+    ):
+        assert model_shape(written(tmp_path, SMALL | keys | {"model_type": "of_next_year"})) == shape
+
+
+@pytest.mark.parametrize(
+    ("keys", "name"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types"),
+        ({"sliding_window": 16}, "sliding_window"),
+        ({"index_topk": 16}, "index_topk"),
+        (DELTA, "linear_num_value_heads"),
+        (MAMBA, "mamba_n_heads"),
+        ({"attention_chunk_size": 16}, "attention_chunk_size"),
+        (INDEXED | {"index_kpool": 4}, "index_kpool"),
+        (ROUTED | {"moe_latent_size": 16, "expert_choice": True}, "expert_choice"),
+    ],
+)
+def test_what_a_family_that_is_not_known_has_more_is_refused_by_name(keys, name, tmp_path):
+    directory = written(tmp_path, SMALL | keys | {"model_type": "of_next_year"})
+    with pytest.raises(UserError, match=f"'of_next_year' is not known, and its {name} is not priced; choose a preset"):
+        model_shape(directory)
+
+
 def read_or_refused(read: Callable[[Path], Any], directory: Path) -> tuple[Any, str]:
     try:
         return read(directory), ""
@@ -174,7 +285,10 @@ def test_published_keys_of_gemma_have_the_defaults_of_its_class(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "model_type 'mamba' is not priced; choose a model of llama, qwen2"),
+        ({"model_type": "kimi_linear"} | KIMI | {"linear_attn_config": {}}, "there is no layer_types; complete it"),
+        ({"model_type": "granitemoehybrid", "layer_types": ["conv"] * 4}, "layer_types has 'conv'"),
+        ({"model_type": "nemotron_h"} | NEMOTRON | {"hybrid_override_pattern": "ME-"}, "pattern = 'ME-' for 1 layers"),
+        ({"model_type": "nemotron_h"} | NEMOTRON | {"ssm_state_size": None}, "there is no ssm_state_size; complete it"),
         ({"hidden_size": None}, "there is no hidden_size; complete it"),
         ({"head_dim": None, "hidden_size": 63}, "there is no head_dim; complete it"),
         ({"model_type": "qwen2", "num_key_value_heads": None}, "there is no num_key_value_heads; complete it"),

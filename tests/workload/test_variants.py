@@ -21,7 +21,7 @@ from wlb.workload import (
 from wlb.workload.base import Direction
 from wlb.workload.costs import QUERY_TILE
 from wlb.workload.links import group_link
-from wlb.workload.shapes import BlockKind, Experts, LatentAttention
+from wlb.workload.shapes import BlockKind, Experts, Indexer, LatentAttention, LinearLayer
 from wlb.workload.weights import parameters
 
 H100 = HARDWARE["h100"]
@@ -30,6 +30,10 @@ WINDOWED = replace(DENSE, sliding_window=40)
 HYBRID = replace(WINDOWED, full_attention_every=3)
 ROUTED = replace(DENSE, experts=Experts(8, 2, 32, shared_hidden=16, dense_layers=2))
 LATENT = replace(DENSE, latent=LatentAttention(q_rank=24, kv_rank=20, rope_dim=4, value_dim=12))
+LINEAR = LinearLayer("gated_delta", heads=8, key_heads=4, key_dim=10, value_dim=14)
+# Of six blocks one attends, one does so beside a linear layer, and two have no feed-forward layer.
+MIXED = replace(DENSE, pattern="M-M*-H-MM-", linear=LINEAR)
+INDEXED = replace(LATENT, indexer=Indexer(top_k=40, heads=3, head_dim=10, layers=2))
 
 
 def seen(queries: range, window: int) -> int:
@@ -95,6 +99,51 @@ def test_of_latent_attention_the_latent_travels_whole_to_every_tensor_parallel_r
         assert float(workload.copy_seconds(0, 1000, 0, phase)) == pytest.approx(expected)
 
 
+def test_only_blocks_with_attention_have_pairs_keys_and_values():
+    lengths = np.array([100, 5000])
+    dense, mixed = make_workload(DENSE), make_workload(MIXED)
+    for phase in ("forward", "backward", "both"):
+        np.testing.assert_allclose(mixed.attention_seconds(lengths, phase), dense.attention_seconds(lengths, phase) / 3)
+    np.testing.assert_allclose(mixed.exchange_seconds(lengths, 4), dense.exchange_seconds(lengths, 4) / 3)
+    np.testing.assert_allclose(mixed.drain_seconds(lengths), dense.drain_seconds(lengths) / 3)
+    moved = [workload.copy_seconds(100, 200, 300, "forward") for workload in (mixed, dense)]
+    assert moved[0] == pytest.approx(moved[1] / 3)
+
+
+def test_a_linear_layer_costs_the_same_for_every_token():
+    # Queries, keys, values, gate, two scalars for each head, and back; 8 operations for each value of its state.
+    projections = 64 * (2 * 40 + 2 * 112 + 2 * 8) + 112 * 64
+    attention, feed_forward = 64 * 16 * (4 + 4) * 2, 3 * 64 * 96
+    matrices = 5 * projections + 2 * attention + 4 * feed_forward + 64 * 50
+    assert linear_flops(MIXED, 1, "forward") == 2 * matrices + 5 * 8 * 8 * 10 * 14
+    assert linear_flops(MIXED, 1000) == 1000 * linear_flops(MIXED, 1)
+
+
+@pytest.mark.parametrize(("tokens", "chosen"), [(30, 30 * 31 / 2), (100, 40 * 41 / 2 + 40 * 60)])
+def test_an_indexer_scores_every_pair_and_attention_is_over_the_tokens_it_chooses(tokens, chosen):
+    scored, latent = 2 * 2 * 3 * 10, 6 * 2 * 4 * (2 * 20 + 4)  # all heads attend the latent itself
+    forward = scored * tokens * (tokens + 1) / 2 + latent * chosen
+    assert attention_flops(INDEXED, tokens, "forward") == forward
+    backward = (2 * scored + 2.5 * latent) * chosen  # the indexer learns from chosen tokens alone
+    assert attention_flops(INDEXED, tokens, "backward") == backward
+    beyond = np.diff(make_workload(INDEXED).attention_seconds([10_000, 20_000, 30_000], "backward"))
+    assert beyond[0] == pytest.approx(beyond[1])
+
+
+def test_of_chosen_tokens_the_key_of_the_indexer_travels_too_and_nothing_is_expanded():
+    workload, link = make_workload(INDEXED), group_link(H100, "all_to_all", 2, stride=1)
+    sent = 1000 * (20 + 4 + 10) * 2
+    assert float(workload.exchange_seconds(1000, 2)) == pytest.approx(6 * (link.latency + sent / link.bandwidth))
+    assert float(workload.copy_seconds(0, 1000, 0, "forward")) == pytest.approx(6 * 2 * sent / H100.memory_bandwidth)
+
+
+def test_a_block_without_a_feed_forward_layer_gathers_once():
+    bare, whole = (make_workload(replace(DENSE, pattern=6 * block), tp=2) for block in ("*", "*-"))
+    count, ends = np.array([1000]), 0.5
+    assert (bare.tp_seconds(count) / whole.tp_seconds(count))[0] == pytest.approx((3 + ends) / (6 + ends))
+    np.testing.assert_allclose(whole.linear_seconds(count), make_workload(DENSE, tp=2).linear_seconds(count))
+
+
 def test_the_latent_of_deepseek_v3_is_as_large_as_published():
     # 70.272 KB of keys and values for each token: arXiv 2505.09343, Table 1.
     workload, link = make_workload("deepseek-v3"), group_link(H100, "all_to_all", 2, stride=1)
@@ -137,6 +186,13 @@ def test_an_expert_costs_its_tokens_and_a_number_more(first, second):
     assert many.blocks_seconds(0) == one.blocks_seconds(0) == 0
 
 
+def test_experts_on_a_latent_multiply_and_exchange_its_width():
+    shape = replace(ROUTED, experts=replace(Experts(8, 2, 32, shared_hidden=16, dense_layers=2), latent=24))
+    assert parameters(ROUTED) - parameters(shape) == 4 * (3 * (64 - 24) * 8 * 32 - 2 * 64 * 24)
+    sent = [float(Costs(one, H100, ep=8).expert_seconds(10**9)) for one in (ROUTED, shape)]
+    assert sent[1] == pytest.approx(sent[0] * 24 / 64, rel=1e-3)
+
+
 def test_biases_of_experts_cost_time():
     plain, biased = (expert_costs(biased=one) for one in (False, True))
     assert biased.blocks_seconds(4096) > plain.blocks_seconds(4096)
@@ -158,6 +214,11 @@ def test_kinds_of_blocks_lie_where_published_models_have_them():
         ({"sliding_window": 0}, "sliding_window = 0; it must be at least 1"),
         ({"full_attention_every": 2}, "full_attention_every = 2 but no sliding_window"),
         ({"kv_heads": 2, "latent": LatentAttention(0, 8, 4, 16)}, "kv_heads = 2 for heads = 4"),
+        ({"pattern": 5 * "*-"}, "'.*' for 6 layers; each is M"),
+        ({"pattern": 6 * "-"}, "'------' for 6 layers; each is M"),
+        ({"pattern": 6 * "M-"}, "give linear with M or H alone"),
+        ({"pattern": 6 * "*E"}, "give experts with E alone"),
+        ({"indexer": Indexer(8, 1, 8, 6)}, "without latent attention"),
     ],
 )
 def test_variants_that_do_not_go_together_are_refused(change, message):

@@ -72,6 +72,7 @@ def check_built(shape: ModelShape) -> None:
     for name, variant in (
         ("full_attention_every", "full attention in every few blocks"),
         ("latent", "multi-head latent attention"),
+        ("pattern", "linear layers or blocks without a feed-forward layer"),
     ):
         if getattr(shape, name) is not None:
             raise UserError(

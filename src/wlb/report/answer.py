@@ -33,7 +33,7 @@ def about(found: Estimate) -> list[str]:
         f"{number_of(verdict.steps, 'step')} per shuffle after {number_of(verdict.warm_up, 'warm-up step')}",
         *(["defaults used: " + ", ".join(space.assumed)] if space.assumed else []),
         *(f"{name}: {stack}" for name, stack in _STACKS.items() if name in verdict.systems),
-        *_of_experts(verdict),
+        *_assumed(verdict),
         *(f"{name} is left out: {why}" for name, why in found.left_out.items()),
         *([f"over the memory of these GPUs, which the figures ignore: {', '.join(too_large)}"] if too_large else []),
         *_host_bound(verdict),
@@ -47,15 +47,20 @@ def too_few(passes: int) -> str:
     return f"Small corpus: documents reused {often}; treat the result as rough."
 
 
-def _of_experts(verdict: Verdict) -> list[str]:
-    """The line for layouts with expert parallelism: what is assumed."""
-    jobs = [system.job for system in verdict.systems.values() if system.job.layout.ep > 1]
+def _assumed(verdict: Verdict) -> list[str]:
+    """The lines for linear layers and indexers, and for layouts with expert parallelism: what is assumed."""
+    jobs = [system.job for system in verdict.systems.values()]
+    shape = jobs[0].shape
+    part = "linear layers" if shape.linear else "indexer" if shape.indexer else ""
+    rough = [f"{part}: priced by counting, and hardly measured; treat the result as rough"] if part else []
+    jobs = [job for job in jobs if job.layout.ep > 1]
     if not jobs:
-        return []
+        return rough
     software = jobs[0].software
     return [
+        *rough,
         f"experts: the busiest GPU of a group has {software.expert_imbalance:g} times the tokens of the mean one "
-        f"(assumed), and {software.exposed_exchange:.0%} of the exchange of tokens is not overlapped"
+        f"(assumed), and {software.exposed_exchange:.0%} of the exchange of tokens is not overlapped",
     ]
 
 

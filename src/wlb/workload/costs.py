@@ -30,14 +30,15 @@ from numpy.typing import ArrayLike
 from wlb.errors import UserError
 from wlb.workload.base import Checkpointing, Direction, Phase, Seconds
 from wlb.workload.flops import (
-    ATTENTION_BACKWARD_FACTOR,
     LINEAR_BACKWARD_FACTOR,
     attended_pairs,
     elementwise_values_per_token,
     gemm_flops_per_token,
+    layers_pair_flops,
     linear_columns,
     pair_flops,
     routed_flops_per_token,
+    state_flops_per_token,
 )
 from wlb.workload.hardware import Hardware
 from wlb.workload.links import group_link, shard_bytes
@@ -129,6 +130,10 @@ class Costs:
                 f"tp = {self.tp} does not divide {self.shape.heads} query heads and {self.shape.kv_heads} key/value "
                 "heads; choose a tp that divides both"
             )
+        if (linear := self.shape.linear) is not None and linear.heads % self.tp:
+            raise UserError(
+                f"tp = {self.tp} does not divide the {linear.heads} heads of linear layers; choose a divisor"
+            )
         if self.ep > 1:
             self._check_experts()
         if self.profile is not None:
@@ -170,8 +175,8 @@ class Costs:
         if self.profile is not None:
             return np.zeros(keys.shape)
         seconds: Seconds = rates.drain * keys
-        if self.shape.sliding_window is not None:
-            seconds = seconds + rates.window_drain * np.minimum(keys, self.shape.sliding_window)
+        if self.shape.window is not None:
+            seconds = seconds + rates.window_drain * np.minimum(keys, self.shape.window)
         return seconds
 
     def blocks_seconds(self, tokens: ArrayLike, phase: Phase = "both", routed: ArrayLike | None = None) -> Seconds:
@@ -247,15 +252,17 @@ class Costs:
     def tp_seconds(self, tokens: ArrayLike) -> Seconds:
         """Gathering and reducing the residual stream over the tensor-parallel group, in a forward or a backward.
 
-        Every block gathers and reduce-scatters it twice (sequence parallelism, arXiv 2205.05198), embedding and output
-        head together once. The collectives of a backward mirror those of the forward.
+        Every block gathers and reduce-scatters it twice (sequence parallelism, arXiv 2205.05198), once if it has no
+        feed-forward layer; embedding and output head together once. The collectives of a backward mirror those of the
+        forward.
         """
         count = np.asarray(tokens, dtype=np.float64)
         if self.tp == 1:
             return np.zeros(count.shape)
         link = group_link(self.hardware, "all_gather", self.tp, stride=1)
         routed = routed_layers(self.shape) if self.ep > 1 else 0  # experts take and return shares of the sequence
-        layers = self.shape.layers - routed / 2 + _ENDS
+        bare = sum(count for kind, count in self.shape.blocks.items() if not kind.feeds_forward)
+        layers = self.shape.layers - (routed + bare) / 2 + _ENDS
         values = 4.0 * self.shape.hidden * self.hardware.bytes_per_value
         token_seconds = shard_bytes(layers * values, self.tp) / link.bandwidth
         return self.exposed_tp * np.where(count > 0, layers * 4 * link.latency + token_seconds * count, 0.0)
@@ -267,7 +274,7 @@ class Costs:
             return np.zeros(np.shape(tokens))
         nodes = -(-ep // hardware.node_size)
         link = group_link(hardware, "all_to_all", min(ep, hardware.node_size), stride=1)
-        copy = np.asarray(tokens) * self.shape.hidden * hardware.bytes_per_value / self.tp
+        copy = np.asarray(tokens) * self.shape.expert_input * hardware.bytes_per_value / self.tp
         seconds = link.seconds(shard_bytes(experts.active, ep) * copy)
         if nodes > 1:
             # A token goes once to each other node that has one of its experts.
@@ -279,10 +286,11 @@ class Costs:
     def exchange_seconds(self, tokens: ArrayLike, ranks: int) -> Seconds:
         """Receiving K and V of ``tokens`` tokens from other ranks of a context-parallel group of ``ranks`` ranks.
 
-        In the forward; in the backward their gradients return in the same time.
+        In the forward; in the backward their gradients return in the same time. States of linear layers, some megabytes
+        of a document, are not counted.
         """
         link = group_link(self.hardware, "all_to_all", ranks, self.tp, self.nodes)
-        seconds: Seconds = self.shape.layers * link.seconds(np.asarray(tokens) * self._kv_bytes)
+        seconds: Seconds = self.shape.attention_layers * link.seconds(np.asarray(tokens) * self._kv_bytes)
         return seconds
 
     def copy_seconds(
@@ -293,14 +301,14 @@ class Costs:
         It sends and receives the keys of ``sent`` and ``received`` tokens; ``merged`` queries attend received keys,
         counted once per part in which these arrive. A segment that is ``alone`` in its micro-batch needs fewer copies.
         """
-        hardware, layers = self.hardware, self.shape.layers
+        hardware, layers = self.hardware, self.shape.attention_layers
         query_bytes = self.shape.heads * self.shape.head_dim / self.tp * hardware.bytes_per_value
         of_sent = np.where(alone, _SENT_ALONE[phase], _SENT[phase])
         of_merged = np.where(alone, _MERGED_ALONE[phase], _MERGED[phase])
         moved = of_sent * np.asarray(sent) + _RECEIVED[phase] * np.asarray(received)
         touched = self._kv_bytes * moved + query_bytes * of_merged * np.asarray(merged)
         seconds: Seconds = layers / hardware.memory_bandwidth * touched
-        if expansion := latent_expansion(self.shape):
+        if (expansion := latent_expansion(self.shape)) and self.shape.indexer is None:
             factor = 1.0 if phase == "forward" else LINEAR_BACKWARD_FACTOR
             gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * self.tp
             seconds = seconds + layers * factor * 2.0 * expansion / gemm_rate * np.asarray(received)
@@ -365,19 +373,18 @@ class Costs:
 
     def phase_rates(self, phase: Direction) -> Rates:
         shape, hardware, tp, backward = self.shape, self.hardware, self.tp, phase == "backward"
-        of_pair, head_flops = pair_flops(shape), 2.0 * shape.vocab_size * shape.hidden
+        head_flops = 2.0 * shape.vocab_size * shape.hidden
         block_flops = (gemm_flops_per_token(shape) - head_flops) + _grouping_flops(shape)
         kernel = hardware.attention
         rate = kernel.backward_flops if backward else kernel.forward_flops
         half_length = kernel.backward_half_length if backward else kernel.forward_half_length
-        factor = 1.0
-        if backward:
-            of_pair, factor = of_pair * ATTENTION_BACKWARD_FACTOR, LINEAR_BACKWARD_FACTOR
-        pair, window_pair = (shape.layers_of(kind) * of_pair / rate / tp for kind in ("full", "sliding"))
-        drain = 0.0 if backward else kernel.drain_tiles * QUERY_TILE * of_pair / shape.heads / rate
+        factor = LINEAR_BACKWARD_FACTOR if backward else 1.0
+        pair, window_pair = (flops / rate / tp for flops in layers_pair_flops(shape, phase))
+        drain = 0.0 if backward else kernel.drain_tiles * QUERY_TILE * pair_flops(shape) / shape.heads / rate
         gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * tp
         element_values = elementwise_values_per_token(shape)[backward]
         element_seconds = element_values * hardware.bytes_per_value / hardware.memory_bandwidth / tp
+        element_seconds += factor * state_flops_per_token(shape) / gemm_rate
         converting = 0 if hardware.bytes_per_value == MASTER_BYTES else hardware.bytes_per_value + MASTER_BYTES
         score_bytes = _LOSS_BYTES_PER_SCORE[phase] + converting
         loss_seconds = shape.vocab_size * score_bytes / hardware.memory_bandwidth / tp
@@ -386,7 +393,7 @@ class Costs:
             padding=(pair + window_pair) * half_length / 2,
             window_pair=window_pair,
             drain=shape.layers_of("full") * drain,
-            window_drain=shape.layers_of("sliding") * drain,
+            window_drain=shape.layers_of("sliding", "indexed") * drain,
             block_token=factor * block_flops / gemm_rate + element_seconds,
             head_token=factor * head_flops / gemm_rate + loss_seconds,
             block_products=factor * block_flops / gemm_rate,
@@ -400,6 +407,7 @@ class Costs:
         """Bytes that a tensor-parallel rank receives per token of another context-parallel rank, in one layer."""
         latent, shape = self.shape.latent, self.shape
         values = 2.0 * shape.kv_heads * shape.head_dim / self.tp if latent is None else latent.kv_rank + latent.rope_dim
+        values += 0 if shape.indexer is None else shape.indexer.head_dim
         return values * self.hardware.bytes_per_value
 
     def _whole(self, lengths: ArrayLike, phase: Phase) -> Seconds:
@@ -408,8 +416,8 @@ class Costs:
         if self.profile is not None:
             return self._share * self.profile.attention_seconds(d, phase)
         seconds: Seconds = d * (rates.pair / 2 * d + (rates.pair / 2 + rates.padding))
-        if self.shape.sliding_window is not None:
-            seconds = seconds + rates.window_pair * attended_pairs(d, self.shape.sliding_window)
+        if self.shape.window is not None:
+            seconds = seconds + rates.window_pair * attended_pairs(d, self.shape.window)
         return seconds
 
     def _at_least_moving(self, weights: float, tokens: ArrayLike, token_seconds: float, phase: Direction) -> Seconds:
@@ -450,7 +458,7 @@ def _grouping_flops(shape: ModelShape) -> float:
     if experts is None:
         return 0.0
     columns = _EXPERT_COLUMNS + experts.biased * _EXPERT_BIASES * experts.ffn_hidden
-    return 2.0 * routed_layers(shape) * 3 * shape.hidden * experts.active * columns
+    return 2.0 * routed_layers(shape) * shape.ffn_matrices * shape.expert_input * experts.active * columns
 
 
 def prediction_errors(workload: Costs, held_out: HeldOut) -> list[dict[str, Any]]:

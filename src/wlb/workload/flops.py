@@ -7,7 +7,7 @@ is two operations.
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.workload.base import Phase
+from wlb.workload.base import Direction, Phase
 from wlb.workload.shapes import ModelShape
 from wlb.workload.weights import feed_forward_width, parameters, routed_layers
 
@@ -16,6 +16,14 @@ LINEAR_BACKWARD_FACTOR = 2.0
 FORWARD_SHARE = 1 / (1 + LINEAR_BACKWARD_FACTOR)
 # The backward of flash attention has five matrix products (it recomputes the scores), the forward two.
 ATTENTION_BACKWARD_FACTOR = 2.5
+# Forward operations of a linear layer for a token and a value of its state (quoted: ``mamba_layer_flops``,
+# ``gdn_layer_flops`` of NVIDIA-NeMo/Megatron-Bridge, training/utils/flop_utils.py). Assumed: KDA as gated DeltaNet.
+_STATE_FLOPS = {"mamba2": 7.0, "gated_delta": 8.0, "kda": 8.0}
+# Passes over all its keys and over all its values, forward: convolution, normalisation, the kernels of chunks, and the
+# gated norm, each reading its inputs and writing its outputs once. Derived by counting, at their default chunks and
+# heads of 128, in ssd_combined.py of state-spaces/mamba and in gated_delta_rule/chunk.py and kda/chunk.py of
+# fla-org/flash-linear-attention. Backwards, which compute most of it again, take twice as many.
+_LINEAR_PASSES = {"mamba2": (8, 12), "gated_delta": (13, 19), "kda": (25, 19)}
 
 
 def model_flops(shape: ModelShape, lengths: ArrayLike) -> float:
@@ -43,19 +51,42 @@ def attention_flops(shape: ModelShape, lengths: ArrayLike, phase: Phase = "both"
 
     ``pair_flops`` for each attended pair, times 2.5 for the backward (FlashAttention-2, arXiv 2307.08691, section 4.1).
     """
-    full = shape.layers_of("full") * pair_flops(shape) * attended_pairs(lengths)
-    sliding = shape.layers_of("sliding") * pair_flops(shape) * attended_pairs(lengths, shape.sliding_window)
-    return _in_phase(full + sliding, ATTENTION_BACKWARD_FACTOR, phase)
+    if phase == "both":
+        return attention_flops(shape, lengths, "forward") + attention_flops(shape, lengths, "backward")
+    full, windowed = layers_pair_flops(shape, phase)
+    return full * attended_pairs(lengths) + windowed * attended_pairs(lengths, shape.window)
 
 
 def pair_flops(shape: ModelShape) -> float:
-    """Forward operations of one layer for each attended pair: two products, of scores and of weighted values."""
+    """Forward operations of one layer for each attended pair: two products, of scores and of weighted values.
+
+    Over chosen tokens all heads attend the latent itself (arXiv 2512.02556, section 2.1), whose expansion is then part
+    of the projections of queries and outputs.
+    """
+    if shape.indexer is not None and shape.latent is not None:
+        return 2.0 * shape.heads * (2 * shape.latent.kv_rank + shape.latent.rope_dim)
     return 2.0 * shape.heads * (shape.head_dim + shape.value_dim)
+
+
+def layers_pair_flops(shape: ModelShape, phase: Direction) -> tuple[float, float]:
+    """Operations of all layers for each pair in a document, and for each inside the window or chosen by an indexer.
+
+    An indexer scores every pair in the forward. Its loss is over chosen tokens alone, so the backward multiplies twice
+    for each of them. Finding the best scores is not counted.
+    """
+    backward = phase == "backward"
+    of_pair = pair_flops(shape) * (ATTENTION_BACKWARD_FACTOR if backward else 1.0)
+    full, windowed = shape.layers_of("full") * of_pair, shape.layers_of("sliding", "indexed") * of_pair
+    if (indexer := shape.indexer) is None:
+        return full, windowed
+    scoring = 2.0 * indexer.layers * indexer.heads * indexer.head_dim
+    return (full, windowed + LINEAR_BACKWARD_FACTOR * scoring) if backward else (full + scoring, windowed)
 
 
 def linear_flops(shape: ModelShape, tokens: ArrayLike, phase: Phase = "both") -> NDArray[np.float64]:
     """Operations of everything that grows with tokens, including the output head; shape of ``tokens``."""
-    forward = gemm_flops_per_token(shape) * np.asarray(tokens, dtype=np.float64)
+    of_token = gemm_flops_per_token(shape) + state_flops_per_token(shape)
+    forward = of_token * np.asarray(tokens, dtype=np.float64)
     return _in_phase(forward, LINEAR_BACKWARD_FACTOR, phase)
 
 
@@ -69,40 +100,61 @@ def routed_flops_per_token(shape: ModelShape) -> float:
     experts = shape.experts
     if experts is None:
         return 0.0
-    return 2.0 * routed_layers(shape) * 3 * shape.hidden * experts.active * experts.ffn_hidden
+    matrices = shape.ffn_matrices * shape.expert_input * experts.active * experts.ffn_hidden
+    return 2.0 * routed_layers(shape) * matrices
+
+
+def state_flops_per_token(shape: ModelShape) -> float:
+    """Forward operations of all linear layers for one token, beside their projections."""
+    if (linear := shape.linear) is None:
+        return 0.0
+    layers = sum(count for kind, count in shape.blocks.items() if kind.linear)
+    return layers * _STATE_FLOPS[linear.kind] * linear.values * linear.key_dim
 
 
 def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
     """Values read and written for one token by element-wise kernels, all layers: (forward, backward).
 
     Each block has two RMS norms, two residual additions, rotary embedding of q and k, and SwiGLU; each is one kernel
-    that reads its inputs and writes its output once. Variants of the model add kernels or change rotary embedding.
+    that reads its inputs and writes its output once. Variants of the model add kernels or change rotary embedding. A
+    block without a feed-forward layer has one norm and one addition.
     """
-    latent, experts = shape.latent, shape.experts
+    latent, experts, linear, matrices = shape.latent, shape.experts, shape.linear, shape.ffn_matrices
     if latent is None:
         rotary, norms = 2 * shape.head_dim * (shape.heads + shape.kv_heads), 0
     else:  # keys are concatenated from two parts, and both latents have norms
         rotary = 2 * latent.rope_dim * (shape.heads + 1) + 2 * shape.heads * shape.head_dim
         norms = latent.q_rank + latent.kv_rank
+    gate = shape.gated_attention * shape.heads * shape.head_dim
+    of_keys, of_values = (0, 0) if linear is None else _LINEAR_PASSES[linear.kind]
+    mixing = 0 if linear is None else of_keys * linear.keys + of_values * linear.values
     forward = backward = 0
     for kind, count in shape.blocks.items():
-        width = feed_forward_width(shape, kind)
+        width, hidden = feed_forward_width(shape, kind), (1 + kind.feeds_forward) * shape.hidden
         # A token is copied for each of its experts, and their results are summed; the backward mirrors this.
-        moved = (3 * experts.active + 1) * shape.hidden if experts is not None and kind.routed else 0
-        forward += count * (2 * (2 + 3) * shape.hidden + rotary + 2 * norms + moved + 3 * width)
-        backward += count * (2 * (3 + 3) * shape.hidden + rotary + 3 * norms + moved + 5 * width)
+        moved = (3 * experts.active + 1) * shape.expert_input if experts is not None and kind.routed else 0
+        moved += kind.attends * rotary
+        in_both = moved + kind.linear * mixing
+        forward += count * ((2 + 3) * hidden + kind.attends * (2 * norms + 3 * gate) + in_both + matrices * width)
+        backward += count * ((3 + 3) * hidden + kind.attends * (3 * norms + 5 * gate) + in_both)
+        backward += count * ((2 * matrices - 1) * width + kind.linear * mixing)
     return float(forward), float(backward)
 
 
 def linear_columns(shape: ModelShape, tp: int) -> float:
-    """Columns of inputs and outputs of each linear layer in blocks, on a tensor-parallel rank (which has all rows)."""
+    """Columns of inputs and outputs of each matrix in blocks, on a tensor-parallel rank (which has all rows)."""
+    linear, latent, matrices = shape.linear, shape.latent, shape.ffn_matrices
     projected = (shape.heads + shape.kv_heads) * (shape.head_dim + shape.value_dim)
-    if shape.latent is not None:
-        projected += 2 * (shape.latent.q_rank + shape.latent.kv_rank) + shape.latent.rope_dim
+    projected += shape.gated_attention * shape.heads * shape.head_dim
+    if latent is not None:
+        projected += 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim
+    of_linear = 0 if linear is None else 2 * (linear.keys + linear.values)
     columns = 0.0
     for kind, count in shape.blocks.items():
         width = shape.experts.shared_hidden if shape.experts is not None and kind.routed else shape.ffn_hidden
-        columns += count * (7 * shape.hidden + (projected + 3 * width) / tp)
+        of_hidden = (4 * (kind.attends + kind.linear) + matrices * kind.feeds_forward) * shape.hidden
+        own = kind.attends * projected + kind.linear * of_linear + matrices * width * kind.feeds_forward
+        columns += count * (of_hidden + own / tp)
     return columns
 
 

@@ -1,12 +1,15 @@
 """The shape that ``config.json`` of a Hugging Face directory describes.
 
-``FAMILIES`` are the families that are priced. Absent or null keys have the default of the model class in
-``transformers``, if that default is the same for models of all sizes. Keys that the class does not read are ignored; if
-keys disagree, ``layer_types`` decides, as in ``transformers``. Types are strict, and a key that would give another
-shape is refused by name. ``wlb.models.huggingface.config_json`` reads what training needs beyond the shape.
+Absent or null keys have the default of the model class in ``transformers``, if that default is the same for models of
+all sizes. Keys that the class does not read are ignored; if keys disagree, ``layer_types`` decides, as in
+``transformers``. Types are strict, and a key that would give another shape is refused by name. A family that is not in
+``FAMILIES`` is read by its keys, and refused if one of them says that it is more than a decoder of the kinds read here.
+``wlb.models.huggingface.config_json`` reads what training needs beyond the shape.
 """
 
 import json
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from wlb.errors import UserError
-from wlb.workload.shapes import Experts, LatentAttention, ModelShape
+from wlb.workload.shapes import Experts, Indexer, LatentAttention, LinearLayer, ModelShape
 
 Keys = Mapping[str, Any]
 
+_QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Defaults of their classes in transformers.
-FAMILIES: dict[str, dict[str, int | None]] = {
+FAMILIES: dict[str, dict[str, int | str | None]] = {
     "llama": {},
     "qwen2": {"sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
@@ -36,14 +40,39 @@ FAMILIES: dict[str, dict[str, int | None]] = {
         "sliding_window": 4096,
     },
     "gpt_oss": {"head_dim": 64, "sliding_window": 128},
+    "deepseek_v32": {},
+    "glm_moe_dsa": {"index_topk_freq": 1, "index_skip_topk_offset": 2},
+    **{name: {"head_dim": 256, "full_attention_interval": 4} for name in _QWEN_HYBRIDS},
+    "nemotron_h": {"head_dim": 128},
+    "kimi_linear": {},
+    "granitemoehybrid": {"mamba_n_groups": 1, "mamba_d_head": "auto"},
+    "falcon_h1": {"mamba_n_groups": 1, "mamba_d_head": "auto"},
 }
-# Keys for the number of experts and for their width.
-_EXPERTS = {
-    **dict.fromkeys(("mixtral", "gpt_oss"), ("num_local_experts", "intermediate_size")),
-    "qwen3_moe": ("num_experts", "moe_intermediate_size"),
-    **dict.fromkeys(("deepseek_v3", "kimi_k2"), ("n_routed_experts", "moe_intermediate_size")),
-}
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of the number of experts
+_WIDE_EXPERTS = ("mixtral", "gpt_oss", "granitemoehybrid")  # as wide as intermediate_size
+_LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "kimi_linear")
 _NO_LAYER_TYPES = ("mixtral", "qwen3_moe")  # have windows, but do not read layer_types
+# Kind of a family's linear layers; keys for heads of values, heads of keys, and their widths.
+_LINEAR: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        _QWEN_HYBRIDS, ("gated_delta", "num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")
+    ),
+    "kimi_linear": ("kda", "num_heads", "num_heads", "head_dim", "head_dim"),
+    "nemotron_h": ("mamba2", "mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim"),
+    **dict.fromkeys(
+        ("granitemoehybrid", "falcon_h1"),
+        ("mamba2", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head"),
+    ),
+}
+_LETTERS = {"full_attention": "*", "attention": "*", "linear_attention": "M", "mamba": "M", "hybrid": "H"}
+_LETTERS |= {"moe": "E", "mlp": "-"}
+# Of a family that is not known, keys that give another shape unless they are read.
+_SHAPES_MORE = re.compile(
+    r"expert|moe_(?!router)|linear_|mamba|ssm|conv|^index|lora|(?<!max_)window|chunk|(layer|block|attn)_type|attn_layer"
+    r"|attention_(layers|interval)|layer_group|pattern|hybrid|compress|^hc_|state_size|per_layer|global_|latent|_gate$"
+)
+_SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+_MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", *_LATENT)  # always
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
@@ -69,14 +98,18 @@ def read_config_json(path: Path) -> dict[str, Any]:
 def shape_of_config(config: Any) -> ModelShape:
     """The shape of a decoder from its configuration in ``transformers``, to price documents for it.
 
-    A model of another family is priced as a dense decoder of its size. Raises ``UserError`` for a shape that cannot be
-    priced.
+    Warns and prices a dense decoder of its size if it cannot be priced otherwise. Raises ``UserError`` without a size.
     """
     renamed = {usual: getattr(config, usual, None) for usual in getattr(config, "attribute_map", ())}
     document = dict(language_model(config.to_dict() | renamed))
     if document.get("intermediate_size") is None and document.get("hidden_size"):
         document["intermediate_size"] = 4 * document["hidden_size"]  # as in GPT-2, Bloom and Falcon
-    return shape_of(document)
+    try:
+        return shape_of(document)
+    except UserError as refusal:
+        dense = shape_of(document | {"model_type": "llama"})  # which reads sizes alone
+        warnings.warn(f"documents are priced for a dense decoder, because {refusal}", stacklevel=2)
+        return dense
 
 
 def read_shape(path: Path) -> ModelShape:
@@ -86,8 +119,6 @@ def read_shape(path: Path) -> ModelShape:
     """
     document = language_model(read_config_json(path))
     with naming(path):
-        if (family := document.get("model_type")) not in list(FAMILIES):  # family may be of any type
-            raise UserError(f"model_type {family!r} is not priced; choose a model of {', '.join(FAMILIES)}")
         return shape_of(document)
 
 
@@ -106,17 +137,31 @@ def language_model(document: Keys) -> Keys:
     return text if isinstance(text, dict) else document
 
 
+class _Read(dict[str, Any]):
+    """Keys, and which of them were asked for."""
+
+    def __init__(self, keys: Keys) -> None:
+        super().__init__(keys)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+
 def shape_of(document: Keys) -> ModelShape:
-    """The shape that the keys of ``config.json`` give; another family is read as a dense decoder.
+    """The shape that the keys of ``config.json`` give.
 
     Raises ``UserError`` for keys that are missing, are not sizes, or describe a model that is not priced.
     """
-    family: str = document["model_type"]
+    family = document.get("model_type")
+    if not isinstance(family, str):
+        raise UserError(f"model_type {family!r} is not priced; choose a model of {', '.join(FAMILIES)}")
     given = {name: value for name, value in document.items() if value is not None or name == "sliding_window"}
-    keys = FAMILIES.get(family, {}) | given
+    keys = _Read(FAMILIES.get(family, {}) | given)
     hidden, heads = size(keys, "hidden_size"), size(keys, "num_attention_heads")
     latent = None
-    if family in ("deepseek_v3", "kimi_k2"):
+    if family in _LATENT or (family not in FAMILIES and keys.get("kv_lora_rank")):
         latent = LatentAttention(
             q_rank=size(keys, "q_lora_rank", 0, least=0),
             kv_rank=size(keys, "kv_lora_rank"),
@@ -133,49 +178,139 @@ def shape_of(document: Keys) -> ModelShape:
         head_dim = size(keys, "head_dim", hidden // heads)
     # Classes other than Llama have the default of one model size.
     kv_heads = size(keys, "num_key_value_heads", None if family in FAMILIES.keys() - {"llama"} else heads)
+    experts = _experts(keys)
+    pattern = _pattern(keys, experts) if family in _LINEAR else None
+    counted = family == "nemotron_h" and pattern  # where num_hidden_layers also counts feed-forward layers
+    layers = len(re.sub("[E-]", "", counted)) if counted else size(keys, "num_hidden_layers")
+    # Some models of Granite have no other feed-forward layer than the shared expert, and some mixtures no dense one.
+    width = "shared_intermediate_size" if family == "granitemoehybrid" else "intermediate_size"
+    of_token = experts.active * experts.ffn_hidden if experts is not None and not experts.dense_layers else None
+    indexed = latent is not None and keys.get("index_topk")
     shape = ModelShape(
         hidden=hidden,
-        layers=size(keys, "num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        ffn_hidden=size(keys, "intermediate_size"),
+        ffn_hidden=size(keys, width, of_token),
         head_dim=head_dim,
         vocab_size=size(keys, "vocab_size"),
-        experts=_experts(keys) if family in _EXPERTS else None,
+        experts=experts if pattern is None or "E" in pattern else None,
         latent=latent,
+        pattern=pattern,
+        linear=_linear(keys) if pattern and re.search("[MH]", pattern) else None,
+        indexer=_indexer(keys, layers) if indexed else None,
+        gated_attention=family.startswith(("qwen3_next", "qwen3_5")),
+        ffn_matrices=2 if family == "nemotron_h" else 3,
     )
-    return _with_windows(shape, keys) if "sliding_window" in FAMILIES.get(family, {}) else shape
+    if family in FAMILIES:
+        return _with_windows(shape, keys) if "sliding_window" in FAMILIES[family] else shape
+    types = document.get("layer_types")
+    listed = isinstance(types, list) and {*map(str, types)} <= {_FULL, _SLIDING}
+    if listed or (types is None and keys.get("use_sliding_window") is False):
+        keys.setdefault("use_sliding_window", True)
+        shape = _with_windows(shape, keys)
+    for name, value in keys.items():
+        if value and name not in keys.asked and _SHAPES_MORE.search(name):
+            raise UserError(
+                f"model_type {family!r} is not known, and its {name} is not priced; choose a preset or another model"
+            )
+    return shape
 
 
-def _experts(keys: Keys) -> Experts:
-    count, width = _EXPERTS[keys["model_type"]]
-    if count not in keys:
-        count = "num_local_experts"  # as transformers 5 writes Qwen's
+def _linear(keys: dict[str, Any]) -> LinearLayer:
+    kind, *names = _LINEAR[keys["model_type"]]
+    if kind != "mamba2":
+        keys = keys | {f"linear_{name}": value for name, value in _nested(keys).items()}
+        names = [f"linear_{name}" for name in names]
+    elif keys.get("mamba_d_head") == "auto":
+        inner = keys.get("mamba_d_ssm") or size(keys, "mamba_expand", 2) * size(keys, "hidden_size")
+        keys = keys | {"mamba_d_head": inner // size(keys, "mamba_n_heads")}
+    return LinearLayer(kind, *(size(keys, name) for name in names))
+
+
+def _nested(keys: Keys) -> dict[str, Any]:
+    """Keys of linear layers as Kimi-Linear publishes them."""
+    nested = keys.get("linear_attn_config")
+    return nested if isinstance(nested, dict) else {}
+
+
+def _pattern(keys: Keys, experts: Experts | None) -> str:
+    """The blocks of a hybrid, as ``ModelShape`` has them."""
+    family, types = keys["model_type"], keys.get("layers_block_type") or keys.get("layer_types")
+    written = keys.get("hybrid_override_pattern")
+    if types is None and family == "nemotron_h" and isinstance(written, str):
+        return written.partition("/")[0].replace("|", "")
+    layers = len(types) if family == "nemotron_h" and types else size(keys, "num_hidden_layers")
+    if types is None and family == "kimi_linear":
+        full = _nested(keys).get("full_attn_layers")
+        types = (
+            [_FULL if layer + 1 in full else "linear_attention" for layer in range(layers)]
+            if isinstance(full, list)
+            else None
+        )
+    elif types is None and family == "falcon_h1":
+        types = ["hybrid"] * layers
+    elif types is None and "full_attention_interval" in keys:
+        every = size(keys, "full_attention_interval")
+        types = ["linear_attention" if (layer + 1) % every else _FULL for layer in range(layers)]
+    if not isinstance(types, list):
+        raise UserError("there is no layer_types; complete it")
+    if unknown := [name for name in types if name not in list(_LETTERS)]:
+        raise UserError(f"layer_types has {unknown[0]!r}, which is not supported; choose another model")
+    mixers = [_LETTERS[name] for name in types]
+    if family == "nemotron_h":
+        return "".join(mixers)
+    dense = layers if experts is None else experts.dense_layers
+    return "".join(mixer + ("-" if layer < dense else "E") for layer, mixer in enumerate(mixers))
+
+
+def _indexer(keys: Keys, layers: int) -> Indexer:
+    """Blocks choose tokens anew as ``indexer_types`` or else every ``index_topk_freq``-th does (GLM-5.2), or all."""
+    every, first = size(keys, "index_topk_freq", 1), size(keys, "index_skip_topk_offset", 2)
+    types = keys.get("indexer_types") or [
+        "shared" if max(layer - first + 1, 0) % every else "full" for layer in range(layers)
+    ]
+    top_k, heads, head_dim = (size(keys, name) for name in ("index_topk", "index_n_heads", "index_head_dim"))
+    return Indexer(top_k, heads, head_dim, layers=types.count("full"))
+
+
+def _experts(keys: Keys) -> Experts | None:
+    """The experts, with names as families and ``transformers`` 5 write them; None without any."""
+    family = keys["model_type"]
+    count = next((name for name in _COUNTS if keys.get(name)), None)
+    if family not in _MIXTURES and (count is None or family in FAMILIES.keys() - _LINEAR):
+        return None
     for name in ("decoder_sparse_step", "moe_layer_freq"):
         if size(keys, name, 1) != 1:
             raise UserError(f"{name} = {keys[name]} is not priced; choose another model")
     dense = keys.get("mlp_only_layers") or []
     if not isinstance(dense, list) or dense != [*range(len(dense))]:
         raise UserError(f"mlp_only_layers = {dense} is not priced; only the first layers may be dense")
+    active = "num_experts_per_token" if family == "kimi_linear" else "num_experts_per_tok"
+    width = size(keys, "intermediate_size" if family in _WIDE_EXPERTS else "moe_intermediate_size")
+    shared = [size(keys, name, 0, least=0) for name in _SHARED]
+    several = size(keys, "num_shared_experts" if family == "kimi_linear" else "n_shared_experts", 0, least=0)
     return Experts(
-        size(keys, count),
-        size(keys, "num_experts_per_tok"),
-        size(keys, width),
-        shared_hidden=size(keys, width) * size(keys, "n_shared_experts", 0, least=0),
+        size(keys, count or "num_local_experts"),
+        size(keys, active),
+        width,
+        shared_hidden=max(shared) or width * several,
         dense_layers=size(keys, "first_k_dense_replace", len(dense), least=0),
-        biased=keys["model_type"] == "gpt_oss",
+        biased=family == "gpt_oss",
+        latent=size(keys, "moe_latent_size", 0, least=0) or None,
     )
 
 
 def _with_windows(shape: ModelShape, keys: Keys) -> ModelShape:
     """``shape`` with windows in blocks as ``layer_types`` says, or else as the keys of its family say."""
     family = keys["model_type"]
-    unused = family.startswith("qwen") and not flag(keys, "use_sliding_window")
-    window = None if unused or keys["sliding_window"] is None else size(keys, "sliding_window")
+    switched = family.startswith("qwen") or family not in FAMILIES
+    unused = keys.get("sliding_window") is None or (switched and not flag(keys, "use_sliding_window"))
+    window = None if unused else size(keys, "sliding_window")
     types = None if family in _NO_LAYER_TYPES else keys.get("layer_types")
     if types is None:
         every = {"gemma3_text": size(keys, "sliding_window_pattern", 6), "gpt_oss": 2}.get(family)
-        full = size(keys, "max_window_layers", least=0) if "max_window_layers" in FAMILIES[family] else 0
+        full = size(keys, "max_window_layers", least=0) if "max_window_layers" in FAMILIES.get(family, {}) else 0
         if every is not None:
             types = [_SLIDING if (layer + 1) % every else _FULL for layer in range(shape.layers)]
         else:

@@ -1,11 +1,23 @@
 """Models by name: the presets, and those of a Hugging Face directory."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from wlb.errors import UserError, choose_from
-from wlb.workload.shapes import Experts, LatentAttention, ModelShape
+from wlb.workload.shapes import Experts, Indexer, LatentAttention, LinearLayer, ModelShape
 
 _DEEPSEEK_LATENT = LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128)
+
+
+def _qwen_hybrid(*sizes: int, experts: Experts | None = None, value_heads: int = 32) -> ModelShape:
+    """Full attention in every fourth block, as in Qwen3-Next."""
+    hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size = sizes
+    pattern = layers // 4 * ("MEMEME*E" if experts else "M-M-M-*-")
+    dense = ModelShape(hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size, gated_attention=True)
+    return replace(
+        dense, pattern=pattern, experts=experts, linear=LinearLayer("gated_delta", value_heads, 16, 128, 128)
+    )
+
 
 # hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size
 MODEL_SHAPES: dict[str, ModelShape] = {
@@ -42,6 +54,52 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         experts=Experts(384, 8, 2048, shared_hidden=2048, dense_layers=1),
         latent=_DEEPSEEK_LATENT,
     ),
+    # From here to Falcon-H1 config.json of each, without layers that predict more tokens: first an indexer.
+    "glm-5": ModelShape(
+        *(6144, 78, 64, 64, 256, 12_288, 154_880),
+        experts=Experts(256, 8, 2048, shared_hidden=2048, dense_layers=3),
+        latent=LatentAttention(q_rank=2048, kv_rank=512, rope_dim=64, value_dim=256),
+        indexer=Indexer(2048, 32, 128, layers=78),
+    ),
+    # Hybrids. Qwen3.6 35B-A3B has the shape of Qwen3.5's.
+    "qwen3-next-80b-a3b": _qwen_hybrid(
+        *(2048, 48, 16, 2, 256, 5120, 151_936), experts=Experts(512, 10, 512, shared_hidden=512)
+    ),
+    "qwen3.5-9b": _qwen_hybrid(4096, 32, 16, 4, 256, 12_288, 248_320),
+    "qwen3.5-27b": _qwen_hybrid(5120, 64, 24, 4, 256, 17_408, 248_320, value_heads=48),
+    "qwen3.5-35b-a3b": _qwen_hybrid(
+        *(2048, 40, 16, 2, 256, 4608, 248_320), experts=Experts(256, 8, 512, shared_hidden=512)
+    ),
+    "kimi-linear-48b-a3b": ModelShape(
+        *(2304, 27, 32, 32, 192, 9216, 163_840),
+        pattern="M-MEME*E" + 5 * "MEMEME*E" + "MEME*E",
+        experts=Experts(256, 8, 1024, shared_hidden=1024),
+        latent=replace(_DEEPSEEK_LATENT, q_rank=0),
+        linear=LinearLayer("kda", 32, 32, 128, 128),
+    ),
+    "nemotron-h-8b": ModelShape(
+        *(4096, 28, 32, 8, 128, 21_504, 131_072),
+        pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        linear=LinearLayer("mamba2", 128, 8, 128, 64),
+        ffn_matrices=2,
+    ),
+    "nemotron-3-nano-30b-a3b": ModelShape(
+        *(2688, 29, 32, 2, 128, 1856, 131_072),
+        pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        experts=Experts(128, 6, 1856, shared_hidden=3712),
+        linear=LinearLayer("mamba2", 64, 8, 128, 64),
+        ffn_matrices=2,
+    ),
+    "nemotron-3-super-120b-a12b": ModelShape(
+        *(4096, 48, 32, 2, 128, 2688, 131_072),
+        pattern="MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        experts=Experts(512, 22, 2688, shared_hidden=5376, latent=1024),
+        linear=LinearLayer("mamba2", 128, 8, 128, 64),
+        ffn_matrices=2,
+    ),
+    "falcon-h1-7b": ModelShape(
+        *(3072, 44, 12, 2, 128, 12_288, 130_048), pattern=44 * "H-", linear=LinearLayer("mamba2", 24, 1, 256, 128)
+    ),
     # Five blocks with a window to each with full attention (Gemma 3, arXiv 2503.19786, section 2); text part only.
     "gemma3-12b": ModelShape(*(3840, 48, 16, 8, 256, 15_360, 262_208), sliding_window=1024, full_attention_every=6),
     "gemma3-27b": ModelShape(*(5376, 62, 32, 16, 128, 21_504, 262_208), sliding_window=1024, full_attention_every=6),
@@ -60,6 +118,11 @@ MODEL_SHAPES: dict[str, ModelShape] = {
     ),
     # All blocks with a window (arXiv 2310.06825, Table 1); later versions have full attention.
     "mistral-7b": ModelShape(4096, 32, 32, 8, 128, 14_336, 32_000, sliding_window=4096),
+}
+# In GLM-5.2 most blocks take the choice of a block before (config.json); DeepSeek-V3.2: arXiv 2512.02556.
+MODEL_SHAPES |= {
+    "glm-5.2": replace(MODEL_SHAPES["glm-5"], indexer=Indexer(2048, 32, 128, layers=21)),
+    "deepseek-v3.2": replace(MODEL_SHAPES["deepseek-v3"], indexer=Indexer(2048, 64, 128, layers=61)),
 }
 
 

@@ -21,7 +21,8 @@ def mean_block_weights(shape: ModelShape, *, active: bool = False) -> float:
 
 def block_weights(shape: ModelShape, kind: BlockKind, *, active: bool = False) -> int:
     """Weights of a block of this kind."""
-    return _attention_weights(shape) + _feed_forward_weights(shape, kind, active=active)
+    mixing = kind.attends * _attention_weights(shape) + (_linear_weights(shape) if kind.linear else 0)
+    return mixing + _feed_forward_weights(shape, kind, active=active)
 
 
 def expert_weights(shape: ModelShape) -> int:
@@ -29,7 +30,7 @@ def expert_weights(shape: ModelShape) -> int:
     experts = shape.experts
     if experts is None:
         return 0
-    return routed_layers(shape) * 3 * shape.hidden * experts.count * experts.ffn_hidden
+    return routed_layers(shape) * shape.ffn_matrices * shape.expert_input * experts.count * experts.ffn_hidden
 
 
 def routed_layers(shape: ModelShape) -> int:
@@ -40,19 +41,47 @@ def routed_layers(shape: ModelShape) -> int:
 def feed_forward_width(shape: ModelShape, kind: BlockKind) -> int:
     """Columns of SwiGLU that one token passes through."""
     experts = shape.experts
+    if not kind.feeds_forward:
+        return 0
     if experts is None or not kind.routed:
         return shape.ffn_hidden
     return experts.active * experts.ffn_hidden + experts.shared_hidden
 
 
 def _attention_weights(shape: ModelShape) -> int:
-    """Projections to queries, keys and values and back; with latents, down to a latent and up from it."""
-    query, hidden, latent = shape.heads * shape.head_dim, shape.hidden, shape.latent
+    """Projections to queries, keys and values and back; with latents, down to a latent and up from it.
+
+    Blocks share the weights of indexers evenly here.
+    """
+    query, hidden, latent, indexer = shape.heads * shape.head_dim, shape.hidden, shape.latent, shape.indexer
     if latent is None:
-        return hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
+        gates = shape.heads * shape.gated_attention
+        return hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads + gates)
     to_query = latent.q_rank * (hidden + query) if latent.q_rank else hidden * query
     to_latent = hidden * (latent.kv_rank + latent.rope_dim)
-    return to_query + to_latent + latent_expansion(shape) + shape.heads * latent.value_dim * hidden
+    indexing = 0
+    if indexer is not None:
+        of_one = (latent.q_rank or hidden) * indexer.heads * indexer.head_dim + hidden * (
+            indexer.head_dim + indexer.heads
+        )
+        indexing = of_one * indexer.layers // shape.layers
+    return to_query + to_latent + latent_expansion(shape) + shape.heads * latent.value_dim * hidden + indexing
+
+
+def _linear_weights(shape: ModelShape) -> int:
+    """Projections to queries, keys, values, gates and decays, and back; the gates and decays of KDA have a low rank.
+
+    Short convolutions are not counted.
+    """
+    linear, hidden = shape.linear, shape.hidden
+    assert linear is not None
+    keys, values, heads, rank = linear.keys, linear.values, linear.heads, linear.value_dim
+    others = {
+        "mamba2": hidden * (values + heads),
+        "gated_delta": hidden * (values + 2 * heads),
+        "kda": hidden * (heads + 2 * rank) + rank * (keys + values),
+    }
+    return 2 * hidden * (keys + values) + others[linear.kind]
 
 
 def latent_expansion(shape: ModelShape) -> int:
@@ -64,9 +93,9 @@ def latent_expansion(shape: ModelShape) -> int:
 
 
 def _feed_forward_weights(shape: ModelShape, kind: BlockKind, *, active: bool) -> int:
-    experts = shape.experts
+    experts, hidden = shape.experts, shape.hidden
     if experts is None or not kind.routed:
-        return 3 * shape.hidden * shape.ffn_hidden
-    held = experts.active if active else experts.count
-    router = shape.hidden * experts.count
-    return 3 * shape.hidden * (held * experts.ffn_hidden + experts.shared_hidden) + router
+        return shape.ffn_matrices * hidden * shape.ffn_hidden * kind.feeds_forward
+    routed = shape.expert_input * (experts.active if active else experts.count) * experts.ffn_hidden
+    ends = hidden * experts.count + 2 * hidden * (experts.latent or 0)  # the router, and to and from a latent
+    return shape.ffn_matrices * (routed + hidden * experts.shared_hidden) + ends

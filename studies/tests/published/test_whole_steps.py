@@ -112,8 +112,8 @@ def test_names_are_read_as_tables_write_them():
     assert published_shape("Qwen3-235B") == published_shape("Qwen3_235B_a22B (tokendrop)")
     assert published_shape("Qwen3-30B") == published_shape("Qwen3-30B3A") == published_shape("qwen3-30b-a3b")
     assert published_shape("DeepSeekV3 (w/o MTP)") == published_shape("DeepSeek V3 671B")
-    with pytest.raises(UserError, match="Nemotron_3_Super is unknown"):
-        published_shape("Nemotron_3_Super")
+    with pytest.raises(UserError, match="Nemotron_3_Ultra is unknown"):
+        published_shape("Nemotron_3_Ultra")
 
 
 @pytest.mark.parametrize("name", ["llama-34b", "Nemotron-8B", "Nemotron-22B", "Moonlight 16B", "GPT3-20B"])
@@ -305,7 +305,7 @@ def test_the_kernel_is_that_of_the_scripts_beside_a_table():
         ({"tp": 3}, "not a multiple of its tp"),
         ({"dp_printed": 2}, "its printed layout is of 4 GPUs, not of 16"),
         ({"global_batch": 24}, "not a multiple of its micro-batch"),
-        ({"model": "Nemotron_3_Nano"}, "shape of Nemotron_3_Nano is unknown"),
+        ({"model": "Nemotron_3_Ultra"}, "shape of Nemotron_3_Ultra is unknown"),
         ({"repo": "nobody/nothing"}, "it is unknown how nobody/nothing trains; add a stack to the row"),
         ({"stack": {"attention": "fa9"}}, "its stack has attention = 'fa9'; a stack has attention: ('fa2', "),
         ({"stack": {"compild": True}}, "its stack has compild = True"),

@@ -19,7 +19,7 @@ from wlb.simulate import simulated_job
 from wlb.training.parallel.parallelize import apply_activation_checkpointing
 from wlb.workload import ModelShape, hardware_preset
 from wlb.workload.base import Checkpointing
-from wlb.workload.shapes import Experts
+from wlb.workload.shapes import Experts, LinearLayer
 
 # Widths that are all different, so that none can be taken for another.
 SHAPE = ModelShape(hidden=64, layers=1, heads=6, kv_heads=2, head_dim=16, ffn_hidden=160, vocab_size=1000)
@@ -117,6 +117,21 @@ def test_head_and_loss(dtype):
     assert found.held == pytest.approx(head.held - kept_input, abs=64)  # the loss itself
     assert found.forward == pytest.approx(head.forward - kept_input, rel=0.1)
     assert found.backward == pytest.approx(head.backward, rel=0.1)
+
+
+def test_a_linear_layer_holds_its_inputs_and_nothing_of_other_ranks():
+    linear = LinearLayer("gated_delta", heads=6, key_heads=3, key_dim=20, value_dim=12)
+    shape = replace(SHAPE, layers=3, pattern="M-*-M", linear=linear)
+    job = simulated_job(shape, 2 * ROWS, "plain-4d", hardware="cpu", cp=2)
+    mixing, attending, bare = LayerMemory(job, ROWS).blocks(range(3))
+    assert attending == LayerMemory(simulated_job(SHAPE, 2 * ROWS, "plain-4d", hardware="cpu", cp=2), ROWS).block()
+    assert (mixing.received, bare.received) == (0, 0) < (attending.received, 1)
+    attention = 2 * (6 + 2) * 16 + 6  # query, key, value and output, and a log-sum-exp for each head
+    widths = 4 * 60 + 6 * 72 - attention
+    assert mixing.held - (attending.held - attending.received) == 4 * ROWS * widths
+    norm = ROWS * (2 * 64 + 1) + ROWS * 64  # with its output
+    assert mixing.held - bare.held == 4 * (norm + 4 * ROWS * 160)
+    assert bare.weights == 64 * (2 * 60 + 3 * 72 + 2 * 6) + 64
 
 
 def test_every_weight_is_counted():

@@ -2,7 +2,8 @@
 
 Counted tensor by tensor for the model that ``wlb.training`` trains, after the method of Korthikanti et al., arXiv
 2205.05198, section 4; ``tests/job/memory/test_layers.py`` compares with what PyTorch allocates. Experts on other GPUs
-and latent attention are counted in the same way, but not compared.
+and latent attention are counted in the same way, but not compared. Linear layers hold what flash-linear-attention and
+state-spaces/mamba save for the backward, counted in their sources; over chosen tokens heads attend the latent itself.
 """
 
 import math
@@ -13,13 +14,17 @@ import numpy as np
 
 from wlb.job.job import Job
 from wlb.workload.costs import MASTER_BYTES, PRODUCT_ROWS
-from wlb.workload.shapes import DENSE, BlockKind
+from wlb.workload.shapes import DENSE, BlockKind, ModelShape
 from wlb.workload.weights import block_weights, expert_weights, feed_forward_width, routed_layers
 
 # wlb.runtime.loss converts this many rows of scores to a wide type at a time, and keeps a label, a sum and two marks of
 # each row.
 _CHUNK_ROWS, _ROW_BYTES = 1024, 14
 _INDEX_BYTES = 8
+# What a linear layer keeps before its output, in widths of its keys and of its values: inputs of the convolution and of
+# the kernels, gates, and matrices of chunks.
+_KEPT_LINEAR = {"mamba2": (2, 3), "gated_delta": (4, 5), "kda": (6, 5)}
+_CHOSEN_BYTES = 4  # index of a token that an indexer chose
 _ROWS = 1024  # of a micro-batch from which shares are computed
 THOUSANDTHS = 1000
 _SLICED = 1 / 3  # largest share of tokens in flight that are in slices
@@ -74,6 +79,11 @@ class LayerMemory:
         self.out = shape.heads * shape.value_dim // tp
         latent = shape.latent  # exchanged in place of keys and values, whole on every tensor-parallel rank
         self.exchanged = self.key_value if latent is None else latent.kv_rank + latent.rope_dim
+        if shape.indexer is not None and latent is not None:
+            self.exchanged += shape.indexer.head_dim
+            self.query += shape.heads * (latent.kv_rank + latent.rope_dim) // tp
+            self.out += shape.heads * latent.kv_rank // tp
+            self.key_value = self.exchanged
         self.log_sum_exp = rows * shape.heads // tp * self.master
         self.stream = -(-rows // tp) * shape.hidden * self.compute
         self.gathered = rows * shape.hidden * self.compute
@@ -96,20 +106,26 @@ class LayerMemory:
     def block(self, kind: BlockKind = DENSE) -> Unit:
         """One block; a sliding window is ignored."""
         shape, tp, rows = self.job.shape, self.job.layout.tp, self.rows
-        attention_out = rows * self.out * self.compute
-        received = self.exchange.kept * self.exchanged * self.compute
-        kept_attention = attention_out + self.log_sum_exp + received
-        projected = self._projected()
+        attends, halves = kind.attends, 1 + kind.feeds_forward
+        attention_out = rows * self.out * self.compute * attends + self._linear(kind, 0, 1)
+        received = self.exchange.kept * self.exchanged * self.compute * attends
+        log_sum_exp = self.log_sum_exp * attends
+        kept_attention = attention_out + log_sum_exp + received
+        projected = self._projected() * attends
+        projected += 0 if shape.linear is None else self._linear(kind, *_KEPT_LINEAR[shape.linear.kind])
         busiest = self.busiest if kind.routed else 1.0
         wide = math.ceil(busiest * rows) * (feed_forward_width(shape, kind) // tp) * self.compute
         sent, scores, routed = self._routed() if kind.routed else (0, 0, 0)
         weighing = 2 * sent + scores  # outputs of experts, and their products with weights
-        everything = 2 * (self.norm + self.gathered) + projected + kept_attention + 4 * wide + routed
-        last_half = self.norm + self.gathered + 4 * wide + routed  # released before attention's backward begins
+        swiglu = 2 * (shape.ffn_matrices - 1) * wide
+        everything = halves * (self.norm + self.gathered) + projected + kept_attention + swiglu + routed
+        last_half = (halves - 1) * (self.norm + self.gathered) + swiglu + routed  # released before attention's backward
         if self.later:  # of which the rest is ``kept``
-            last_half = -(self.norm + self.log_sum_exp + received)
+            last_half = -(self.norm + log_sum_exp + received)
 
-        work_forward, work_backward = self._attention_work()
+        work_forward, work_backward = self._attention_work() if attends else (0, 0)
+        work_forward += self._linear(kind, 0, 3)  # states of chunks
+        work_backward += self._linear(kind, 2, 9)  # gradients too, and what is computed again
         attending = self.norm + self.gathered + projected + kept_attention + work_forward
         # SwiGLU goes backward through its last product, the gate, and its first two products, which turn four results
         # into two gradients. Gradients of weights stay to the end of the block if accumulated in a wider type.
@@ -123,7 +139,7 @@ class LayerMemory:
         )
         experts = self._own_experts() if kind.routed else 0
         others = block_weights(shape, kind) - experts * self.job.layout.ep
-        weights = -(-others // tp) + experts + 2 * shape.hidden
+        weights = -(-others // tp) + experts + halves * shape.hidden
         if self.job.activation_checkpointing == "none":
             forward = max(everything + max(3 * self.stream + self.partial_sums, weighing), attending)
             return Unit(weights, weights, everything, forward, backward, received=received, experts=experts)
@@ -142,7 +158,13 @@ class LayerMemory:
         """The most that a block keeps: until gradients of weights, inputs and gradients of outputs of linear layers."""
         columns = self.out + 3 * (self.job.shape.ffn_hidden // self.job.layout.tp)
         late = 4 * self.gathered + self._projected() + self.rows * columns * self.compute
-        return max(self.block().held, late * self.later)
+        return max(self.block(_common(self.job.shape)).held, late * self.later)
+
+    def _linear(self, kind: BlockKind, keys: int, values: int) -> int:
+        """Bytes of so many widths of the keys and of the values of a linear layer, if the block has one."""
+        if (linear := self.job.shape.linear) is None or not kind.linear:
+            return 0
+        return self.rows * ((keys * linear.keys + values * linear.values) // self.job.layout.tp) * self.compute
 
     def _own_experts(self) -> int:
         """Weights of the experts of a block on this GPU, if a group of them shares all; else 0."""
@@ -154,7 +176,10 @@ class LayerMemory:
         latent, width = self.job.shape.latent, self.query + self.key_value
         if latent is not None:
             width += 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim  # before and after their norms
-        return self.rows * width * self.compute
+        if (indexer := self.job.shape.indexer) is None:
+            return self.rows * width * self.compute
+        queries = indexer.heads * indexer.head_dim * indexer.layers // self.job.shape.layers
+        return self.rows * ((width + queries) * self.compute + indexer.top_k * _CHOSEN_BYTES)
 
     def _routed(self) -> tuple[int, int, int]:
         """Rows sent to experts, the scores of all experts, and all that routing keeps for the backward.
@@ -166,7 +191,7 @@ class LayerMemory:
         shape, experts, layout = self.job.shape, self.job.shape.experts, self.job.layout
         assert experts is not None
         rows = math.ceil(self.busiest * self.rows / layout.tp)
-        sent, scores = rows * experts.active * shape.hidden * self.compute, rows * experts.count * self.master
+        sent, scores = rows * experts.active * shape.expert_input * self.compute, rows * experts.count * self.master
         indices = (3 if layout.ep == 1 else 5) * _INDEX_BYTES
         chosen = rows * experts.active * (indices + self.master + self.compute)
         return sent, scores, 2 * sent + 2 * scores + chosen + 3 * rows * self.master
@@ -183,7 +208,8 @@ class LayerMemory:
             return own, own_grads
         moved = self.exchange.moved * self.compute
         exchanged = 3 * moved * self.exchanged
-        expanded = moved * self.key_value if self.job.shape.latent is not None else 0
+        shape = self.job.shape
+        expanded = moved * self.key_value if shape.latent is not None and shape.indexer is None else 0
         merged = self.rows * self.out * self.master if self.compute < self.master else 0
         return own + 2 * own + merged + exchanged + expanded, own_grads + 4 * own + 2 * (exchanged + expanded)
 
@@ -232,6 +258,11 @@ class LayerMemory:
         return angles + (self.stream if self.job.layout.pp > 1 else 0)
 
 
+def _common(shape: ModelShape) -> BlockKind:
+    """The kind of most blocks of a hybrid; in other models a dense block stands for all."""
+    return DENSE if shape.pattern is None else max(shape.blocks, key=shape.blocks.__getitem__)
+
+
 def held_of_token(job: Job) -> float:
     """Bytes that a block keeps of a token for its backward, on each rank of the group that shares the token's rows."""
     return LayerMemory(job, _ROWS).kept / (_ROWS * job.layout.pool_size)
@@ -247,7 +278,7 @@ def product_bytes(job: Job) -> int:
 def growth(job: Job) -> float:
     """The most that a block keeps of a token at once, over what its forward leaves."""
     layers = LayerMemory(job, _ROWS)
-    return layers.kept / layers.block().held
+    return layers.kept / layers.block(_common(job.shape)).held
 
 
 def held_of_stages(job: Job) -> list[int]:
@@ -270,7 +301,7 @@ def kept_share(job: Job) -> float:
     """
     layers = LayerMemory(job, _ROWS)
     kept = (2 * job.layout.pool_size - 1) * _ROWS * layers.exchanged * layers.compute
-    return kept / layers.kept
+    return job.shape.attention_layers / job.shape.layers * kept / layers.kept
 
 
 def kept_tokens(job: Job, in_flight: float) -> float:

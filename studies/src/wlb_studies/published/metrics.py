@@ -100,8 +100,8 @@ def seconds_of_step(row: Row) -> float:
             raise UserError(f"how {row['repo']} counts operations is unknown here")
         causal = _COUNTS_CAUSAL_HALF[row["repo"]]
         shape = published_shape(row["model"])
-        if shape.sliding_window is not None:
-            raise UserError("tables differ in how they count operations of windowed attention")
+        if shape.window is not None or shape.linear is not None:
+            raise UserError("tables differ in how they count operations of windowed, sparse and linear attention")
         of_token = model_flops_per_token(shape, size(row, "seq_len"), causal=causal)
         return step_tokens(row) / size(row, "gpus") * of_token / (value * 1e12)
     raise UserError(f"{metric} is not a metric of a step")

@@ -1,9 +1,10 @@
 """Models named in published tables: presets and a few others.
 
 Quoted: GPT-3 and Nemotron from NVIDIA/NeMo (``nemo/collections/llm/gpt/model``), MPT from mosaicml/llm-foundry
-(``scripts/train/yamls/pretrain``), GPT 4B from sail-sg/VocabularyParallelism (``artifact/README.md``), Llama 2, Code
-Llama, Qwen and Moonlight from their config.json. A feed-forward network without a gate (GPT-3, MPT, Nemotron) is
-modelled as SwiGLU with as many weights, two thirds as wide.
+(``scripts/train/yamls/pretrain``), Nemotron 3 Nano 4B from NVIDIA-NeMo/Megatron-Bridge (``recipes/nemotronh``), GPT 4B
+from sail-sg/VocabularyParallelism (``artifact/README.md``), Llama 2, Code Llama, Qwen and Moonlight from their
+config.json. A feed-forward network without a gate (GPT-3, MPT, earlier Nemotron) is modelled as SwiGLU with as many
+weights, two thirds as wide.
 """
 
 import re
@@ -11,7 +12,7 @@ import re
 from wlb.errors import UserError
 from wlb.workload import MODEL_SHAPES, ModelShape
 from wlb.workload.flops import gemm_flops_per_token, pair_flops
-from wlb.workload.shapes import Experts, LatentAttention
+from wlb.workload.shapes import Experts, LatentAttention, LinearLayer
 
 _TP = 16  # ranks that can share a feed-forward network; its width is rounded to this
 
@@ -52,6 +53,12 @@ _SHAPES = MODEL_SHAPES | {
     "qwen3-0.6b": ModelShape(1024, 28, 16, 8, 128, 3072, 151_936),
     "qwen3-1.7b": ModelShape(2048, 28, 16, 8, 128, 6144, 151_936),
     "qwen3-4b": ModelShape(2560, 36, 32, 8, 128, 9728, 151_936),
+    "nemotron-3-nano-4b": ModelShape(
+        *(3136, 25, 40, 8, 128, 12_544, 131_072),
+        pattern="M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+        linear=LinearLayer("mamba2", 96, 8, 128, 80),
+        ffn_matrices=2,
+    ),
     "moonlight-16b-a3b": ModelShape(
         *(2048, 27, 16, 16, 192, 11_264, 163_840),
         experts=Experts(64, 6, 1408, shared_hidden=2 * 1408, dense_layers=1),
@@ -74,6 +81,15 @@ _ALIASES = {
     "qwen3-30b": "qwen3-30b-a3b",
     "qwen3-30b3a": "qwen3-30b-a3b",
     "qwen3-235b": "qwen3-235b-a22b",
+    "qwen3.6-35b-a3b": "qwen3.5-35b-a3b",
+    "qwen3.8-27b": "qwen3.5-27b",
+    "glm5-2": "glm-5.2",
+    "nemotron-3-nano": "nemotron-3-nano-30b-a3b",
+    "nemotron-v3-nano-30b": "nemotron-3-nano-30b-a3b",
+    "nemotron-3-5-lightning": "nemotron-3-nano-30b-a3b",
+    "nemotron-3.5-lightning": "nemotron-3-nano-30b-a3b",
+    "nemotron-3-super": "nemotron-3-super-120b-a12b",
+    "nemotron-v3-super-120b": "nemotron-3-super-120b-a12b",
 }
 
 

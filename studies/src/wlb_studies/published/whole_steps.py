@@ -35,6 +35,7 @@ from wlb_studies.published.models import published_shape
 from wlb_studies.published.prediction import FUNCTIONAL, ODD, Prediction, source_of, why
 from wlb_studies.published.stacks import StackSoftware, attending_with, narrow_rate
 
+HYBRID = "hybrid, with linear layers"  # to which no price was fitted
 Recomputation = Literal["none", "keep_attention", "full"]
 _KERNELS = {f"fa{version}": f"FlashAttention-{version}" for version in (2, 3, 4)}
 _KERNELS |= {"cudnn": "cuDNN", "triton": "Triton's kernel"}
@@ -410,6 +411,8 @@ def _kind(row: Row, shape: ModelShape) -> str:
         return "pipeline, head spread over stages: nothing here runs that"
     if row.get("forward_us") is not None:
         return "pipeline, head on the last stage"
+    if shape.linear is not None:
+        return HYBRID
     if shape.experts is not None:
         shared = "" if row.get("ep") in (None, 1) else ", EP inside a node" if _in_a_node(row) else ", EP across nodes"
         return f"mixture of experts{shared}"
