@@ -20,6 +20,8 @@ from wlb_studies.policies.hotspa import same_groups
 from wlb_studies.policies.megatron import dp_balanced, dynamic, packing_aware
 from wlb_studies.policies.odc import minibatch_balanced
 from wlb_studies.policies.plan import GroupPlan
+from wlb_studies.policies.pricing import price
+from wlb_studies.policies.rebalance import balanced_runs, padded
 from wlb_studies.policies.verl import karmarkar_karp_twice, packed_then_dealt
 from wlb_studies.policies.wlb_llm import breakpoint_tokens, evened, without_delay
 
@@ -34,9 +36,10 @@ PLANS = {
     "hotspa": same_groups,
     "verl": karmarkar_karp_twice,
     "slime": packed_then_dealt,
+    "batch-rebalance": padded,
     "wlb": without_delay,
 }
-FIXED = ("odc", "dp_balanced", "hotspa", "verl", "slime", "wlb")
+FIXED = ("odc", "dp_balanced", "hotspa", "verl", "slime", "batch-rebalance", "wlb")
 INTERLEAVED = {"pp": 2, "micro_batches": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}
 
 
@@ -204,6 +207,26 @@ def test_verl_prices_tokens_by_a_constant():
     assert cost[0] + cost[3] - cost[1] - cost[2] == pytest.approx(266e6, rel=0.01)
     plan = karmarkar_karp_twice(lengths_of(30_000, 22_000, 16_000, 9_000), ranks(2, capacity=40_000, window=32_768))
     assert sorted(documents for _, _, documents in described(plan)) == [[9_000, 30_000], [16_000, 22_000]]
+
+
+@settings(max_examples=examples(20))
+@given(lengths=DOCUMENTS, counts=st.tuples(st.integers(1, 4), st.integers(1, 4)))
+def test_batch_rebalance_cuts_a_step_as_transformers_does(lengths, counts):
+    sampler = pytest.importorskip("transformers.trainer_pt_utils").BatchRebalanceSampler
+    if len(lengths) < counts[0] * counts[1]:
+        return
+    descending = np.sort(lengths)[::-1]
+    groups = sampler(lengths.tolist(), len(lengths), *counts)._balance_groups([*enumerate(descending.tolist())])
+    assert balanced_runs(descending, *counts).tolist() == [len(group) for group in groups]
+
+
+def test_batch_rebalance_pays_for_padding_and_trains_none():
+    lengths = lengths_of(*range(100, 2000, 30))
+    plan = padded(lengths, ranks())
+    assert (plan.trained == lengths).all()
+    assert all(len({*plan.lengths[list(group.documents)].tolist()}) == 1 for group in plan.groups)
+    unpadded = GroupPlan(lengths, plan.groups)
+    assert price(plan, ranks()).seconds > price(unpadded, ranks()).seconds
 
 
 def test_slime_packs_all_documents_by_first_fit_and_then_deals_micro_batches():
