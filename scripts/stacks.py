@@ -47,8 +47,8 @@ STACKS = {
     ),
     "torch": Stack("2.15.0", ["torch==2.15.0"]),
     "torchtitan": Stack("0.3.0", ["torchtitan==0.3.0", "triton"], TITAN),
-    "torchtitan main": Stack("main", ["torchtitan==0.3.0", "triton"], TITAN, "torchtitan"),  # for what it needs
-    "Megatron-LM main": Stack("main", [], MEGATRON, "megatron"),
+    "torchtitan main": Stack("", ["torchtitan==0.3.0", "triton", "grain"], TITAN, "torchtitan"),  # for what it needs
+    "Megatron-LM": Stack("", ["triton"], MEGATRON, "megatron"),
 }
 FEATURES = (
     "packed batches",
@@ -85,13 +85,17 @@ def main() -> int:
             continue
         said, row = _run(name, STACKS[name], checkout)
         summary.append(said)
-        results |= {name: row} if row else {}
+        _write(results := results | ({name: row} if row else {}))
+    _write(results)
+    print("\n".join(["", *summary]))
+    return int(any("FAILED" in said for said in summary))
+
+
+def _write(results: Mapping[str, Mapping[str, Any]]) -> None:
     rows = [results[name] for name in STACKS if name in results]
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     PAGE.write_text(before + BEGIN + table(rows) + END + rest.partition(END)[2], encoding="utf-8")
-    print("\n".join(["", *summary]))
-    return int(any("FAILED" in said for said in summary))
 
 
 def _run(name: str, stack: Stack, checkout: Path | None) -> tuple[str, dict[str, Any] | None]:
@@ -109,7 +113,7 @@ def _run(name: str, stack: Stack, checkout: Path | None) -> tuple[str, dict[str,
             return f"{name}: not run, as {(installed.stderr.strip() or 'pip failed').splitlines()[-1]}", None
     paths = [*([checkout.resolve()] if checkout else []), ROOT, ROOT / "src", ROOT / "studies" / "src"]
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    xml = folder / "results.xml"
+    (xml := folder / "results.xml").unlink(missing_ok=True)
     command = [str(python), "-m", "pytest", "-q", "-n", "2", "-m", "proves", f"--junitxml={xml}", *stack.tests]
     print(f"== {name} {stack.version}: {' '.join(stack.pins)}", flush=True)
     subprocess.run(command, cwd=ROOT, env=environment, check=False)
@@ -127,7 +131,7 @@ def _run(name: str, stack: Stack, checkout: Path | None) -> tuple[str, dict[str,
 
 def _revision(checkout: Path) -> str:
     command = ["git", "-C", str(checkout), "rev-parse", "--short=7", "HEAD"]
-    return f"main {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}"
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def read(tree: "ElementTree.ElementTree[Any]") -> tuple[Counter[str], dict[str, str]]:
@@ -163,7 +167,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    yield ["", *(f"{row['stack']} {row['version'].removeprefix('main ')}" for row in rows)]
+    yield ["", *(f"{row['stack']} {row['version']}" for row in rows)]
     yield ["---"] * (len(rows) + 1)
     for feature in FEATURES:
         yield [feature, *(row["features"].get(feature, "not run").replace("not run", "–") for row in rows)]

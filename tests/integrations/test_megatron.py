@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.datasets import data_schedule
 from torch.overrides import TorchFunctionMode
 
 from tests.code_blocks import ROOT, blocks_of
 from tests.training.distributed import run_ranks
 
-data_schedule = pytest.importorskip("megatron.core.datasets.data_schedule", reason="needs Megatron-Core")
 if not hasattr(data_schedule, "scheduler_map"):
     pytest.skip("needs Megatron-LM's main (0.20): this Megatron-Core has no scheduler_map", allow_module_level=True)
 

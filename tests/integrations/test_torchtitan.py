@@ -148,7 +148,7 @@ def test_the_real_trainer_trains_every_document_once_with_exact_gradients(store:
     report = _run(processes, *program, "--ep", str(ep), *["--level"] * level)
     assert report["documents_once"]
     assert report["continues"]
-    assert report["error"] < 1e-6
+    assert report["error"] < 2e-6  # float32
     assert report["bias_error"] == 0
     assert (report["shared"] > 0) == level
     first, *of_group, last = report["micro_batches"]

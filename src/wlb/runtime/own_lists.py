@@ -243,7 +243,9 @@ def _end_backward_of_all(units: Sequence[FSDPModule]) -> None:
     states = [unit._get_fsdp_state() for unit in reversed(units)]
     outermost = {id(state._state_ctx): state for state in states}  # of those that share it, the last
     for state in outermost.values():
+        state._state_ctx.manual_backward_finalization_active = False  # torch 2.15 reads it, and sets it in a backward
         state._root_post_backward_final_callback()
+        state._state_ctx.manual_backward_finalization_active = None
 
 
 def end_backward(unit: FSDPModule) -> None:
@@ -295,7 +297,9 @@ def gather_weights(model: nn.Module) -> list[UnshardHandle]:
     if not is_first:
         _end_backward_of_all(units)
         for param in params:
-            param.unsharded_param.grad = param.unsharded_accumulated_grad = None
+            param.unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(param):  # before torch 2.15
+                param.unsharded_accumulated_grad = None
     handles = []
     for unit in units:
         unit.reshard()  # an evaluation before the optimizer's step may have left old weights gathered

@@ -12,7 +12,7 @@ A dealt output head (``wlb.schedules.operations.HEAD``) is one more stage of the
 blocks. The last of these sends each micro-batch to the head that the operations name.
 
 This is the only file that uses private parts of ``torch.distributed.pipelining``. It relies on the following in torch
-2.11 to 2.14: a stage with example inputs and outputs infers no shapes at run time; the runtime runs
+2.11 to 2.15: a stage with example inputs and outputs infers no shapes at run time; the runtime runs
 ``pipeline_order_with_comms`` of its rank, gets received data through the two ``_retrieve_recv_*`` methods, runs
 micro-batches through the three ``*_one_chunk`` methods and reductions through ``perform_reduce_grad``, takes lists of
 micro-batches in ``_step_microbatches``, and computes no losses without a loss function.
@@ -138,7 +138,7 @@ class PlannedStage(PipelineStage):
         loss = self.losses.get(bwd_chunk_id)
         self._weight_gradients.begin(bwd_chunk_id in self._in_two)
         if loss is not None:  # the scores would stay to the end of the backward
-            self.fwd_cache[bwd_chunk_id] = (), self.fwd_cache[bwd_chunk_id][1]
+            self._forget_outputs(bwd_chunk_id)
         with self._measuring("backward", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
@@ -152,6 +152,10 @@ class PlannedStage(PipelineStage):
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         reduce_gradients(self.submod)
+
+    def start_gradient_reduction(self) -> None:
+        """Under FSDP2 torch 2.15 calls this instead."""
+        self.perform_reduce_grad(1)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.is_first:
@@ -174,8 +178,20 @@ class PlannedStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.head is None or not self._heads:
             return super().get_fwd_send_ops(fwd_chunk_id)
-        (stream,), _ = self.fwd_cache[fwd_chunk_id]
+        (stream,) = self._outputs(fwd_chunk_id)
         return self._send(stream.detach(), fwd_chunk_id, self._heads[fwd_chunk_id], self.head._activations)
+
+    def _outputs(self, micro_batch: int) -> Sequence[Tensor]:
+        if hasattr(self, "fwd_cache"):  # before torch 2.15
+            return self.fwd_cache[micro_batch][0]  # type: ignore[no-any-return]
+        return self._forward_chunk_states[micro_batch].live_outputs  # type: ignore[no-any-return]
+
+    def _forget_outputs(self, micro_batch: int) -> None:
+        if hasattr(self, "fwd_cache"):
+            self.fwd_cache[micro_batch] = (), self.fwd_cache[micro_batch][1]
+        else:
+            state = self._forward_chunk_states[micro_batch]
+            state.live_outputs, state.output_grad_edges = [], ()
 
     def _send(self, x: Tensor, micro_batch: int, receiver: int, own_buffers: dict[int, Tensor]) -> list[dist.P2POp]:
         if receiver == self.group_rank:
@@ -266,7 +282,6 @@ def pipeline(
         stage.loss_fn = loss_fn
     runtime = _PipelineScheduleRuntime(stages, micro_batches, scale_grads=False)
     runtime._has_backward = True  # the stages compute the loss
-    runtime.unsharded_stages |= {stage.stage_index for stage in stages}  # run_order gathers; FSDP2 waits unit by unit
     return Pipeline(stages, runtime)
 
 
@@ -307,6 +322,7 @@ def run_order(
         stage.begin_step(rows, targets, operations[rank], heads if stage.stage_index == stages - 1 else {})
         if stage.stage_index < stages:  # that of a head is among them
             gather_weights(stage.submod)
+    pipe.runtime.unsharded_stages |= {stage.stage_index for stage in pipe.stages}  # FSDP2 waits for weights by itself
     pipe.runtime._step_microbatches([(tokens,) for tokens in inputs], list(keywords), return_outputs=False)
     losses = pipe.stages[-1].losses
     if not losses:
@@ -342,6 +358,9 @@ def _actions(
                 actions.append(_Action(stage, kinds.SEND_F if forward else kinds.SEND_B, micro_batch))
         if travels and to % ranks == rank:
             actions.append(_Action(to, kinds.RECV_F if forward else kinds.RECV_B, micro_batch))
+    waits = {kinds.SEND_F: "WAIT_SEND_F", kinds.SEND_B: "WAIT_SEND_B"} if hasattr(kinds, "WAIT_SEND_F") else {}
+    sent = [action for action in actions if action.computation_type in waits]  # torch before 2.15 waits by itself
+    actions += [_Action(s, kinds(waits[kind]), i) for s, kind, i in (action[:3] for action in sent)]
     return actions + [_Action(stage, kinds.REDUCE_GRAD, None) for stage in reversed(range(rank, every, ranks))]
 
 
