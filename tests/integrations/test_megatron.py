@@ -21,9 +21,9 @@ from tests.training.distributed import run_ranks
 if not hasattr(data_schedule, "scheduler_map"):
     pytest.skip("needs Megatron-LM's main (0.20): this Megatron-Core has no scheduler_map", allow_module_level=True)
 
-from wlb.errors import UserError  # noqa: E402  # Megatron-Core decides whether this file runs
-from wlb.integrations.megatron import BalancedScheduler, register  # noqa: E402
-from wlb.workload import make_workload  # noqa: E402
+from wlb.errors import UserError  # Megatron-Core decides whether this file runs
+from wlb.integrations.megatron import BalancedScheduler, register
+from wlb.workload import make_workload
 
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(7, 1.3, 300).astype(int) + 16, 65536)
 SAMPLES = [(index, int(length)) for index, length in enumerate(LENGTHS)]

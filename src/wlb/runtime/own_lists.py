@@ -240,7 +240,7 @@ def reduce_gradients(model: nn.Module) -> None:
 
 def _end_backward_of_all(units: Sequence[FSDPModule]) -> None:
     """What FSDP2 does after a backward: wait for reductions, and be ready for a forward."""
-    states = [unit._get_fsdp_state() for unit in reversed(units)]
+    states: list[Any] = [unit._get_fsdp_state() for unit in reversed(units)]
     outermost = {id(state._state_ctx): state for state in states}  # of those that share it, the last
     for state in outermost.values():
         state._state_ctx.manual_backward_finalization_active = False  # torch 2.15 reads it, and sets it in a backward

@@ -181,16 +181,19 @@ class PlannedStage(PipelineStage):
         (stream,) = self._outputs(fwd_chunk_id)
         return self._send(stream.detach(), fwd_chunk_id, self._heads[fwd_chunk_id], self.head._activations)
 
-    def _outputs(self, micro_batch: int) -> Sequence[Tensor]:
-        if hasattr(self, "fwd_cache"):  # before torch 2.15
-            return self.fwd_cache[micro_batch][0]  # type: ignore[no-any-return]
-        return self._forward_chunk_states[micro_batch].live_outputs  # type: ignore[no-any-return]
+    def _outputs(self, micro_batch: int) -> Any:
+        """What the forward of a micro-batch returned."""
+        kept: Any = vars(self)
+        if "fwd_cache" in kept:
+            return kept["fwd_cache"][micro_batch][0]
+        return kept["_forward_chunk_states"][micro_batch].live_outputs
 
     def _forget_outputs(self, micro_batch: int) -> None:
-        if hasattr(self, "fwd_cache"):
-            self.fwd_cache[micro_batch] = (), self.fwd_cache[micro_batch][1]
+        kept: Any = vars(self)
+        if "fwd_cache" in kept:  # before torch 2.15
+            kept["fwd_cache"][micro_batch] = (), kept["fwd_cache"][micro_batch][1]
         else:
-            state = self._forward_chunk_states[micro_batch]
+            state = kept["_forward_chunk_states"][micro_batch]
             state.live_outputs, state.output_grad_edges = [], ()
 
     def _send(self, x: Tensor, micro_batch: int, receiver: int, own_buffers: dict[int, Tensor]) -> list[dist.P2POp]:
