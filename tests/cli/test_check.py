@@ -116,6 +116,21 @@ def test_layouts_are_called_host_bound_where_kernels_take_no_longer_than_their_l
     asked = ("check", "synthetic:1500:4K:0", "--batch-tokens", "64K", "--gpus", 2, "--pp", 1, *TWO, "--steps", 1)
     assert "host-bound: a block takes a GPU (plain-4d 0." in printed(*asked, "--model", "tiny")
     assert "host-bound" not in printed(*asked, "--model", "7b")
+    assert "priced by counting" not in printed(*asked, "--model", "7b")
+
+
+def test_a_hybrid_is_checked_from_its_config_json_and_said_to_be_rough(tmp_path):
+    sizes = {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes |= {
+        "intermediate_size": 1024,
+        "vocab_size": 1000,
+        "mamba_d_ssm": 512,
+        "mamba_n_heads": 8,
+        "mamba_d_state": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon_h1"} | sizes), encoding="utf-8")
+    asked = ("check", "synthetic:1500:4K:0", "--batch-tokens", "64K", "--gpus", 2, "--pp", 1, *TWO, "--steps", 1)
+    assert "linear layers: priced by counting, and hardly measured" in printed(*asked, "--model", tmp_path)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from wlb.errors import UserError
 from wlb.workload import MODEL_SHAPES, model_shape
-from wlb.workload.model_json import read_shape
+from wlb.workload.model_json import read_shape, shape_of_config
 from wlb.workload.shapes import Experts, Indexer, LatentAttention, LinearLayer, ModelShape
 from wlb.workload.weights import parameters
 
@@ -236,6 +236,15 @@ def test_a_family_that_is_not_known_is_read_by_its_keys(tmp_path):
         (INDEXED, SPARSE),
     ):
         assert model_shape(written(tmp_path, SMALL | keys | {"model_type": "of_next_year"})) == shape
+
+
+def test_in_a_trainer_a_family_that_is_not_priced_is_a_dense_decoder_with_a_warning():
+    transformers = pytest.importorskip("transformers")
+    sizes = {name: SMALL[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
+    config = transformers.Lfm2Config(**sizes, num_key_value_heads=2, intermediate_size=96)
+    with pytest.warns(UserWarning, match="for a dense decoder, because model_type 'lfm2' is not known, and its"):
+        shape = shape_of_config(config)
+    assert shape == ModelShape(64, 4, 4, 2, 16, 96, 80)
 
 
 @pytest.mark.parametrize(

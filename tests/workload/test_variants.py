@@ -20,6 +20,7 @@ from wlb.workload import (
 )
 from wlb.workload.base import Direction
 from wlb.workload.costs import QUERY_TILE
+from wlb.workload.flops import elementwise_values_per_token
 from wlb.workload.links import group_link
 from wlb.workload.shapes import BlockKind, Experts, Indexer, LatentAttention, LinearLayer
 from wlb.workload.weights import parameters
@@ -117,6 +118,21 @@ def test_a_linear_layer_costs_the_same_for_every_token():
     matrices = 5 * projections + 2 * attention + 4 * feed_forward + 64 * 50
     assert linear_flops(MIXED, 1, "forward") == 2 * matrices + 5 * 8 * 8 * 10 * 14
     assert linear_flops(MIXED, 1000) == 1000 * linear_flops(MIXED, 1)
+
+
+def test_a_linear_layer_also_moves_its_keys_and_values():
+    # Halves of blocks: a norm and an addition each. Rotary embedding in two, SwiGLU in four, five linear layers.
+    others = 10 * 5 * 64 + 2 * 2 * 16 * (4 + 4) + 4 * 3 * 96
+    backward = 10 * 6 * 64 + 2 * 2 * 16 * (4 + 4) + 4 * 5 * 96
+    mixing = 5 * (13 * 40 + 19 * 112)
+    assert elementwise_values_per_token(MIXED) == (others + mixing, backward + 2 * mixing)
+    gated = replace(DENSE, gated_attention=True, ffn_matrices=2)
+    forward, backward = np.subtract(elementwise_values_per_token(gated), elementwise_values_per_token(DENSE))
+    assert (forward, backward) == (6 * (3 * 64 - 96), 6 * (5 * 64 - 2 * 96))
+    operations = linear_flops(MIXED, 1, "forward") - 2 * 64 * 50
+    expected = operations / (H100.peak_flops * H100.gemm_efficiency) + 2 * (others + mixing) / H100.memory_bandwidth
+    of_token = np.diff(make_workload(MIXED).blocks_seconds([10**6, 10**6 + 1], "forward"))[0]
+    assert of_token == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("tokens", "chosen"), [(30, 30 * 31 / 2), (100, 40 * 41 / 2 + 40 * 60)])
@@ -219,6 +235,8 @@ def test_kinds_of_blocks_lie_where_published_models_have_them():
         ({"pattern": 6 * "M-"}, "give linear with M or H alone"),
         ({"pattern": 6 * "*E"}, "give experts with E alone"),
         ({"indexer": Indexer(8, 1, 8, 6)}, "without latent attention"),
+        ({"indexer": Indexer(0, 1, 8, 6), "latent": LATENT.latent}, r"indexer\.top_k = 0; it must be at least 1"),
+        ({"pattern": 6 * "*-", "sliding_window": 8}, "leave sliding_window, indexer out"),
     ],
 )
 def test_variants_that_do_not_go_together_are_refused(change, message):

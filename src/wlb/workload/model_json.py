@@ -52,17 +52,14 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of t
 _WIDE_EXPERTS = ("mixtral", "gpt_oss", "granitemoehybrid")  # as wide as intermediate_size
 _LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "kimi_linear")
 _NO_LAYER_TYPES = ("mixtral", "qwen3_moe")  # have windows, but do not read layer_types
+_DELTA = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
+_MAMBA = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head")
 # Kind of a family's linear layers; keys for heads of values, heads of keys, and their widths.
 _LINEAR: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(
-        _QWEN_HYBRIDS, ("gated_delta", "num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim")
-    ),
-    "kimi_linear": ("kda", "num_heads", "num_heads", "head_dim", "head_dim"),
+    **dict.fromkeys(_QWEN_HYBRIDS, ("gated_delta", *_DELTA)),
+    "kimi_linear": ("kda", "linear_num_heads", "linear_num_heads", "linear_head_dim", "linear_head_dim"),
     "nemotron_h": ("mamba2", "mamba_num_heads", "n_groups", "ssm_state_size", "mamba_head_dim"),
-    **dict.fromkeys(
-        ("granitemoehybrid", "falcon_h1"),
-        ("mamba2", "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head"),
-    ),
+    **dict.fromkeys(("granitemoehybrid", "falcon_h1"), ("mamba2", *_MAMBA)),
 }
 _LETTERS = {"full_attention": "*", "attention": "*", "linear_attention": "M", "mamba": "M", "hybrid": "H"}
 _LETTERS |= {"moe": "E", "mlp": "-"}
@@ -158,6 +155,8 @@ def shape_of(document: Keys) -> ModelShape:
     if not isinstance(family, str):
         raise UserError(f"model_type {family!r} is not priced; choose a model of {', '.join(FAMILIES)}")
     given = {name: value for name, value in document.items() if value is not None or name == "sliding_window"}
+    if isinstance(nested := document.get("linear_attn_config"), dict):  # of Kimi-Linear
+        given |= {f"linear_{name}": value for name, value in nested.items()}
     keys = _Read(FAMILIES.get(family, {}) | given)
     hidden, heads = size(keys, "hidden_size"), size(keys, "num_attention_heads")
     latent = None
@@ -219,19 +218,10 @@ def shape_of(document: Keys) -> ModelShape:
 
 def _linear(keys: dict[str, Any]) -> LinearLayer:
     kind, *names = _LINEAR[keys["model_type"]]
-    if kind != "mamba2":
-        keys = keys | {f"linear_{name}": value for name, value in _nested(keys).items()}
-        names = [f"linear_{name}" for name in names]
-    elif keys.get("mamba_d_head") == "auto":
+    if keys.get("mamba_d_head") == "auto":
         inner = keys.get("mamba_d_ssm") or size(keys, "mamba_expand", 2) * size(keys, "hidden_size")
         keys = keys | {"mamba_d_head": inner // size(keys, "mamba_n_heads")}
     return LinearLayer(kind, *(size(keys, name) for name in names))
-
-
-def _nested(keys: Keys) -> dict[str, Any]:
-    """Keys of linear layers as Kimi-Linear publishes them."""
-    nested = keys.get("linear_attn_config")
-    return nested if isinstance(nested, dict) else {}
 
 
 def _pattern(keys: Keys, experts: Experts | None) -> str:
@@ -242,7 +232,7 @@ def _pattern(keys: Keys, experts: Experts | None) -> str:
         return written.partition("/")[0].replace("|", "")
     layers = len(types) if family == "nemotron_h" and types else size(keys, "num_hidden_layers")
     if types is None and family == "kimi_linear":
-        full = _nested(keys).get("full_attn_layers")
+        full = keys.get("linear_full_attn_layers")
         types = (
             [_FULL if layer + 1 in full else "linear_attention" for layer in range(layers)]
             if isinstance(full, list)

@@ -73,7 +73,7 @@ MODEL_SHAPES: dict[str, ModelShape] = {
     "kimi-linear-48b-a3b": ModelShape(
         *(2304, 27, 32, 32, 192, 9216, 163_840),
         pattern="M-MEME*E" + 5 * "MEMEME*E" + "MEME*E",
-        experts=Experts(256, 8, 1024, shared_hidden=1024),
+        experts=Experts(256, 8, 1024, shared_hidden=1024, dense_layers=1),
         latent=replace(_DEEPSEEK_LATENT, q_rank=0),
         linear=LinearLayer("kda", 32, 32, 128, 128),
     ),

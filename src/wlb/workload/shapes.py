@@ -91,16 +91,14 @@ class Indexer:
     head_dim: int
     layers: int
 
-    def __post_init__(self) -> None:
-        _check_sizes("indexer", vars(self))
-
 
 @dataclass(frozen=True)
 class LinearLayer:
     """A layer with a state of fixed size: Mamba-2 (arXiv 2405.21060), gated DeltaNet (2412.06464) or KDA (2510.26692).
 
     Every one of ``heads`` has a state of ``key_dim`` x ``value_dim`` values; ``key_heads`` heads of keys and queries
-    (the groups of B and C in Mamba-2, whose ``key_dim`` is its state size) are shared evenly by them.
+    (the groups of B and C in Mamba-2, whose ``key_dim`` is its state size) are shared evenly by them. ``keys`` and
+    ``values`` are the widths of all heads.
     """
 
     kind: Literal["mamba2", "gated_delta", "kda"]
@@ -109,17 +107,12 @@ class LinearLayer:
     key_dim: int
     value_dim: int
 
-    def __post_init__(self) -> None:
-        _check_sizes("linear", vars(self))
-
     @property
     def keys(self) -> int:
-        """Width of all keys, and of all queries."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Width of all values, and of the output."""
         return self.heads * self.value_dim
 
 
@@ -192,6 +185,8 @@ class ModelShape:
                     "give sliding_window too"
                 )
 
+        for part, sizes in (("indexer", self.indexer), ("linear", self.linear)):
+            _check_sizes(part, {} if sizes is None else vars(sizes))
         if self.indexer is not None and (self.latent is None or self.indexer.layers > self.layers):
             raise UserError(f"model shape has {self.indexer} without latent attention, or over {self.layers} layers")
         if self.pattern is not None:
@@ -201,6 +196,10 @@ class ModelShape:
         if not re.fullmatch(f"({_BLOCK})+", pattern) or len(_kinds(pattern)) != self.layers:
             written = f"pattern = {pattern!r} for {self.layers} layers"
             raise UserError(f"model shape has {written}; each is M, * or H, then E, - or nothing")
+        if self.sliding_window is not None or self.indexer is not None:
+            raise UserError(
+                "model shape has a pattern of blocks with full attention; leave sliding_window, indexer out"
+            )
         for letters, name in (("MH", "linear"), ("E", "experts")):
             if any(letter in pattern for letter in letters) != (getattr(self, name) is not None):
                 raise UserError(f"model shape has pattern = {pattern!r}; give {name} with {' or '.join(letters)} alone")
