@@ -148,6 +148,67 @@ def test_limits_hold_for_ranks_whatever_is_given(seed: int, ranks: int, together
         assert len(ranks_of) == len(set(groups))
 
 
+def test_ranks_get_equally_many_micro_batches_of_rollouts_under_a_limit():
+    """Where a rank needs fewer than others, it halves some."""
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        prompts = random.integers(0, 6, int(random.integers(6, 40))).tolist()
+        prefixes = dict(enumerate(random.integers(5, 60, 6).tolist()))
+        lengths = [
+            prefixes[prompt] + response
+            for prompt, response in zip(prompts, random.integers(1, 40, len(prompts)).tolist(), strict=True)
+        ]
+        shared: dict[str, Any] = {"groups": prompts, "prefixes": prefixes, "workload": Prices(), "empty": "allowed"}
+        of_ranks = wlb.balance(lengths, ranks=int(random.integers(1, 4)), max_tokens=100, **shared)
+        assert len({len(own) for own in of_ranks}) == 1
+        micro_batches = [*itertools.chain(*of_ranks)]
+        assert sorted(itertools.chain(*micro_batches)) == [*range(len(lengths))]
+        for part in micro_batches:
+            once = sum(prefixes[prompt] for prompt in {prompts[i] for i in part})
+            assert once + sum(lengths[i] - prefixes[prompts[i]] for i in part) <= 100
+
+
+@in_turn("rollouts", [4, 16, 64])
+def test_rollouts_of_prompts_need_few_micro_batches_under_a_limit(rollouts: int):
+    """A group that fills most of a micro-batch is cut, so that it fills up others."""
+    random = np.random.default_rng(0)
+    prompts = np.repeat(np.arange(2048 // rollouts), rollouts)
+    prefixes = random.integers(200, 2_000, 2048 // rollouts)
+    responses = random.lognormal(7, 1, 2048).astype(int).clip(16, 20_000)
+    shared: dict[str, Any] = {"groups": prompts, "prefixes": dict(enumerate(prefixes.tolist()))}
+    micro_batches = wlb.balance(responses + prefixes[prompts], None, 32_768, **shared)
+    assert len(micro_batches) < 1.05 * (responses.sum() + prefixes.sum()) / 32_768
+
+
+def test_rollouts_of_a_prompt_over_the_limit_are_alone():
+    for prompt in (60, 62):
+        shared: dict[str, Any] = {"groups": [0] * 4, "prefixes": {0: prompt}, "workload": "tokens", "oversize": "alone"}
+        assert sorted(wlb.balance([70, 90, 65, 62], None, 60, **shared)) == [[0], [1], [2], [3]]
+
+
+@in_turn("seed", range(8))
+def test_many_documents_are_even_under_a_cap(seed: int):
+    """As even as without, if every micro-batch is nearly full; also beside an outlier, and where tokens are scarce."""
+    random = np.random.default_rng(seed)
+    lengths = random.lognormal(6, 1, int(random.integers(150, 400))).astype(int) + 1
+    most = -(-len(lengths) // 8) + 1
+    parts = wlb.balance(lengths, 8, workload="tokens", max_documents=most)
+    assert max(map(len, parts)) <= most
+    assert max(lengths[part].sum() for part in parts) < 1.01 * lengths.sum() / 8
+    limit = int(max(1.05 * lengths.sum() / 8, lengths.max()))
+    scarce = wlb.balance(lengths, None, limit, max_documents=most)
+    assert max(map(len, scarce)) <= most
+    assert max(lengths[part].sum() for part in scarce) <= limit
+    lengths[0] = 40 * lengths[1:].max()
+    slots = wlb.balance(lengths, 32, ranks=4, max_documents=(most + 6) // 3)
+    assert max(len(part) for own in slots for part in own) <= (most + 6) // 3
+
+
+def test_a_cap_that_only_a_search_can_keep():
+    divided = wlb.balance([1, 8, 8, 9, 4, 6, 11, 5], 2, 26, max_documents=4, workload="tokens")
+    assert {len(part) for part in divided} == {4}
+
+
 def test_rollouts_of_a_prompt_meet_where_it_pays():
     """Long prompts: each is computed once, and no micro-batch is dearer than the mean by more than 1%."""
     random = np.random.default_rng(0)
@@ -173,9 +234,11 @@ def test_slots_of_padded_documents_are_no_longer_than_an_outlier():
     """Ranks wait for one long document in its slot alone, which others fill."""
     lengths = [900, *np.random.default_rng(1).integers(10, 100, 200).tolist()]
     of_ranks = wlb.balance(lengths, 32, ranks=4, padded=True, workload="tokens")
-    slots = np.array([[len(part) * max(lengths[i] for i in part) for part in own] for own in of_ranks]).max(axis=0)
-    assert sorted(slots.tolist())[-2:] < [400, 901]
-    assert slots.sum() < 1.2 * (3_600 + sum(lengths[1:]) - 2_700) / 4
+    loads = np.array([[len(part) * max(lengths[i] for i in part) for part in own] for own in of_ranks])
+    slots, totals = loads.max(axis=0), loads.sum(axis=1)
+    assert sorted(slots.tolist())[-1] == 900
+    assert sorted(slots.tolist())[-2] < 400
+    assert totals.max() < 1.02 * totals.mean()
 
 
 def test_padded_documents_in_the_fewest_micro_batches():
@@ -202,7 +265,7 @@ _SHARED: dict[str, Any] = {"lengths": [9, 9], "parts": 1, "groups": ["a", "b"], 
         (_SHARED | {"multiple_of": 8}, "prefixes and multiple_of exclude"),
         (_SHARED | {"max_documents": 8}, "prefixes and max_documents exclude"),
         (_SHARED | {"padded": True}, "prefixes and padded exclude"),
-        (_SHARED | {"parts": 2, "equal_size": True}, "one micro-batch for each rank, not 2; give groups and ranks"),
+        (_SHARED | {"parts": 2, "equal_size": True}, "one micro-batch for each rank, not 2; give ranks"),
         ({"lengths": [9], "parts": 1, "padded": True, "costs": [1]}, "padded and costs exclude"),
         ({"lengths": [9, 8], "parts": 1, "max_tokens": 17, "padded": True}, r"padded .* parts \(2 would do\)"),
         ({"lengths": [5] * 4, "parts": 2, "max_tokens": 9, "padded": True, "equal_size": True}, "equal_size = False"),

@@ -31,10 +31,8 @@ _LEVEL_STEP = 1e-3  # of a mean micro-batch: ranks of a slot may differ by this
 _TRY_AGAIN = 0.05  # of a step: if ranks wait longer, division without filled slots is tried too
 _SLOT_EXCHANGES = 64  # over all slots; the first ones gain most
 _MOST_SEEN = 1_000_000  # documents looked at over all filled slots; each looks at all that are left
-_APART = {
-    "prefixes": ("costs", "phases", "multiple_of", "max_documents", "padded"),
-    "padded": ("costs", "phases"),
-}
+_APART = [("prefixes", other) for other in ("costs", "phases", "multiple_of", "max_documents", "padded")]
+_APART += [("padded", "costs"), ("padded", "phases")]
 
 
 def balance(
@@ -102,12 +100,10 @@ def balance(
     sizes = {"max_tokens": max_tokens, "multiple_of": multiple_of, "max_documents": max_documents}
     sizes |= {"parts_multiple_of": parts_multiple_of, "ranks": ranks, "parts": parts}
     given = {name: check_whole(name, size) for name, size in sizes.items() if size is not None}
-    others = given | {"prefixes": prefixes, "costs": costs, "phases": phases}
-    others["padded"] = padded or None
-    for name, apart in _APART.items():
-        for other in apart if others[name] is not None else ():
-            if others.get(other) is not None:
-                raise UserError(f"{name} and {other} exclude each other; leave one of them out")
+    others = given | {"prefixes": prefixes, "costs": costs, "phases": phases, "padded": padded or None}
+    for name, other in _APART:
+        if others[name] is not None and others.get(other) is not None:
+            raise UserError(f"{name} and {other} exclude each other; leave one of them out")
     tokens = whole = _checked(lengths, given.get("multiple_of", 1))
     prices = _prices(tokens, workload, costs)
     if phases is not None:
@@ -175,8 +171,8 @@ def _without_prefixes(
         raise UserError(f"prefixes must map ids of groups to tokens, but is a {type(prefixes).__name__}; give a dict")
     if missing := [name for name in names if name not in prefixes]:
         raise UserError(f"prefixes lacks group {missing[0]!r}; give it 0 tokens if its documents share none")
-    given = [check_whole(f"prefixes[{name!r}]", prefixes[name], least=0) for name in names]
-    shared = np.array([min(tokens, 2**63 - 1) for tokens in given], np.int64)
+    given = (check_whole(f"prefixes[{name!r}]", prefixes[name], least=0) for name in names)
+    shared = np.fromiter((min(tokens, 2**63 - 1) for tokens in given), np.int64)
     if len(short := np.flatnonzero(shared[group_of] > lengths)):
         raise UserError(
             f"document {short[0]} has {lengths[short[0]]} tokens, under the {shared[group_of[short[0]]]} of its "

@@ -57,7 +57,6 @@ def fewest(task: Task, multiple: int) -> tuple[int, list[Indices] | None]:
     if most is None:
         raise UserError("parts = None means the fewest parts under max_tokens; give parts, max_tokens or ranks")
     least = max(1, -(-int(task.tokens.sum()) // most), int((task.tokens > most // 2).sum()))
-    least = max(least, -(-documents // (task.max_documents or max(1, documents))))
     numbers = [*range(-(-least // multiple) * multiple, documents, multiple)]
     if task.equal_size:
         numbers = [number for number in numbers if documents % number == 0]

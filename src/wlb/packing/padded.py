@@ -56,10 +56,10 @@ def fewest_padded(task: Task, multiple: int) -> tuple[int, None]:
 def _sorted(task: Task) -> tuple[Indices, list[int]]:
     """Documents, longest first, and the most documents of a part that begins with each."""
     order = np.argsort(-task.tokens, kind="stable")
-    documents = len(order) if task.max_documents is None else task.max_documents
-    if task.max_tokens is None:
-        return order, [documents] * len(order)
-    return order, np.minimum(documents, task.max_tokens // np.maximum(1, task.tokens[order])).tolist()
+    most = np.full(len(order), task.max_documents or len(order))
+    if task.max_tokens is not None:
+        most = np.minimum(most, task.max_tokens // np.maximum(1, task.tokens[order]))
+    return order, most.tolist()
 
 
 def _runs(prices: list[float], most: list[int], first: int, parts: int, price: float) -> list[int] | None:

@@ -12,12 +12,13 @@ import numpy as np
 
 from wlb.errors import UserError
 from wlb.lightest import into_lightest
+from wlb.packing.bins import best_fit
 from wlb.packing.division import FREE, check_possible, divided, members_of, number_of_bins, started
-from wlb.packing.exchanges import Indices, Prefixes, Task
+from wlb.packing.exchanges import Indices, Task
 
-_SHARES = (4.0, 2.0, 1.4, 1.0, 0.7, 0.5, 0.35, 0.0)  # of the mean part beside the prefix: the rest of a piece
-_FEW = 256  # documents: only up to this many, pieces larger than the mean part are tried
-_COARSER = 3  # number of those shares
+_COARSE = (4.0, 2.0, 1.4)  # of the mean part beside the prefix, which the rest of a piece fills: for few documents
+_SHARES = (1.0, 0.7, 0.5, 0.35, 0.0)
+_FEW = 256  # documents
 _EVEN = 1.01  # over the mean part if every prefix were computed once: good enough
 
 
@@ -25,22 +26,18 @@ def divided_once_shared(task: Task, parts: int, start: list[Indices] | None = No
     """Divide documents with prefixes into ``parts``, from ``start`` if given. Raises ``UserError`` if none is found."""
     check_possible(task._replace(max_tokens=None), parts)
     if task.equal_size and parts > 1:
-        raise UserError(
-            f"equal_size with prefixes needs one micro-batch for each rank, not {parts}; give groups and ranks"
-        )
-    best, lowest, shared = start or [], math.inf, _prefixes(task)
-    mean = float(task.costs([np.arange(len(task.tokens))])[0]) / parts
-    even = _EVEN * max(mean, float((task.prices + shared.prices[shared.group_of]).max()))
-    for pieces, piece_of in () if start else _cuts(task, parts):
-        first = started(pieces, parts) if len(pieces.tokens) >= parts else None
-        if first is None:
+        raise UserError(f"equal_size with prefixes needs one micro-batch for each rank, not {parts}; give ranks")
+    assert task.prefixes is not None
+    best, lowest, dearest = start or [], math.inf, (task.prices + task.prefixes.prices[task.prefixes.group_of]).max()
+    even = _EVEN * max(task.costs([np.arange(len(task.tokens))])[0] / parts, dearest)
+    shares = _COARSE + _SHARES if len(task.tokens) <= _FEW else _SHARES
+    for pieces, piece_of in () if start else _cuts(task, parts, shares):
+        if len(pieces.tokens) < parts or (first := started(pieces, parts)) is None:
             continue
         found = _documents(divided(pieces, parts, first), piece_of)
-        cost = float(task.costs(found).max())
-        if cost >= lowest and len(piece_of) > _FEW:
-            break
+        cost, before = float(task.costs(found).max()), lowest
         best, lowest = (found, cost) if cost < lowest else (best, lowest)
-        if lowest <= even:
+        if lowest <= even or (cost >= before and len(piece_of) > _FEW):
             break
     best = best or fewest_once_shared(task, 1)[1]
     if len(best) > parts:
@@ -56,20 +53,11 @@ def divided_once_shared(task: Task, parts: int, start: list[Indices] | None = No
 
 def fewest_once_shared(task: Task, multiple: int) -> tuple[int, list[Indices]]:
     """The smallest number of parts found, a multiple of ``multiple``, in which documents fit, and how."""
-    shared, most = _prefixes(task), task.max_tokens or 1
-    held = int(task.tokens.sum() + shared.tokens[np.unique(shared.group_of)].sum())
-    tried: list[tuple[int, tuple[Task, Indices]]] = []
-    for cut in _cuts(task, -(-held // most)):
-        tried.append((number_of_bins(cut[0]), cut))
-        if tried[-1][0] <= _EVEN * -(-held // most):
-            break
-    number, (pieces, piece_of) = min(tried, key=lambda found: found[0])
-    return -(-number // multiple) * multiple, _documents(divided(pieces, number), piece_of)
-
-
-def _prefixes(task: Task) -> Prefixes:
     assert task.prefixes is not None
-    return task.prefixes
+    held = int(task.tokens.sum() + task.prefixes.tokens[np.unique(task.prefixes.group_of)].sum())
+    found = [(number_of_bins(cut[0]), cut) for cut in _cuts(task, -(-held // (task.max_tokens or 1)), (1.0,))]
+    number, (pieces, piece_of) = min(found, key=lambda pair: pair[0])
+    return -(-number // multiple) * multiple, _documents(divided(pieces, number), piece_of)
 
 
 def _documents(parts: list[Indices], piece_of: Indices) -> list[Indices]:
@@ -79,29 +67,59 @@ def _documents(parts: list[Indices], piece_of: Indices) -> list[Indices]:
     return members_of(np.arange(len(piece_of)), owner[piece_of], len(parts))
 
 
-def _cuts(task: Task, parts: int) -> Iterator[tuple[Task, Indices]]:
-    """Pieces, a task like documents, and the piece of every document."""
-    shared = _prefixes(task)
-    present, group_of, sizes = np.unique(shared.group_of, return_inverse=True, return_counts=True)
-    tokens, prices, rest = shared.tokens[present], shared.prices[present], np.bincount(group_of, task.prices)
+def _cuts(task: Task, parts: int, shares: tuple[float, ...]) -> Iterator[tuple[Task, Indices]]:
+    """Pieces, a task like documents, and the piece of every document; under a limit, the last cut fills parts."""
+    assert task.prefixes is not None
+    present, group_of, sizes = np.unique(task.prefixes.group_of, return_inverse=True, return_counts=True)
+    tokens, prices = task.prefixes.tokens[present], task.prefixes.prices[present]
+    rest, rest_tokens = (np.bincount(group_of, amounts) for amounts in (task.prices, task.tokens))
     falling = np.split(np.lexsort((-task.prices, group_of)), np.cumsum(sizes)[:-1])
-    dearest = task.prices[[documents[0] for documents in falling]]
-    room = np.maximum((prices.sum() + rest.sum()) / parts - prices, dearest)
+    room = np.maximum((prices.sum() + rest.sum()) / parts - prices, task.prices[[own[0] for own in falling]])
     space = (task.max_tokens or int(task.tokens.sum() + tokens.sum())) - tokens
+
+    def cut(pieces: list[tuple[int, Indices]]) -> tuple[Task, Indices]:
+        groups, piece_of = [group for group, _ in pieces], np.empty_like(group_of)
+        piece_of[np.concatenate([own for _, own in pieces])] = np.repeat(
+            np.arange(len(pieces)), [len(own) for _, own in pieces]
+        )
+        held = tokens[groups] + np.bincount(piece_of, task.tokens).astype(np.int64)
+        costs = np.maximum(prices[groups] + np.bincount(piece_of, task.prices), FREE)
+        return task._replace(tokens=held, prices=costs, prefixes=None), piece_of
+
     before = 0
-    for share in _SHARES[0 if len(group_of) <= _FEW else _COARSER :]:
+    for share in shares:
         number = np.where(prices > 0, np.ceil(rest / (share * room)), sizes) if share else sizes
-        number = np.minimum(number, sizes).astype(np.int64)
-        piece_of, groups = group_of.copy(), [*range(len(sizes))]
-        for group in np.flatnonzero((number > 1) | (np.bincount(group_of, task.tokens) > space)).tolist():
-            documents, count = falling[group], int(number[group])
-            held, costs = task.tokens[documents].tolist(), task.prices[documents].tolist()
-            while -1 in (owners := into_lightest(held, costs, [0.0] * count, [int(space[group])] * count)):
+        number = np.maximum(np.minimum(number, sizes), -(-rest_tokens // space)).astype(np.int64)
+        pieces: list[tuple[int, Indices]] = []
+        for group, (own, count) in enumerate(zip(falling, number.tolist(), strict=True)):
+            held, costs, owners = task.tokens[own].tolist(), task.prices[own].tolist(), [-1]
+            while count > 1 and -1 in (
+                owners := into_lightest(held, costs, [0.0] * count, [int(space[group])] * count)
+            ):
                 count += 1
-            piece_of[documents] = np.array([group, *range(len(groups), len(groups) + count - 1)])[owners]
-            groups += [group] * (count - 1)
-        if len(groups) > before:
-            before = len(groups)
-            of_pieces = tokens[groups] + np.bincount(piece_of, task.tokens).astype(np.int64)
-            costs_of_pieces = np.maximum(prices[groups] + np.bincount(piece_of, task.prices), FREE)
-            yield task._replace(tokens=of_pieces, prices=costs_of_pieces, prefixes=None), piece_of
+            pieces += (
+                [(group, part) for part in members_of(own, np.array(owners), count)] if count > 1 else [(group, own)]
+            )
+        if len(pieces) > before:
+            before = len(pieces)
+            yield cut(pieces)
+    if task.max_tokens is not None:
+        yield cut(_filled(task, falling, tokens.tolist(), task.max_tokens))
+
+
+def _filled(task: Task, falling: list[Indices], prefixes: list[int], most: int) -> list[tuple[int, Indices]]:
+    """Pieces, with their groups, of documents that fill one part after the other."""
+    pieces, room = [], 0
+    for group, (own, prefix) in enumerate(zip(falling, prefixes, strict=True)):
+        held, fits = task.tokens[own].tolist(), []
+        room -= prefix
+        for length in held:
+            fits.append(length <= room)
+            room -= length * fits[-1]
+        left = own[~np.array(fits)]
+        pieces += [(group, own[fits])] if any(fits) else []
+        if len(left):
+            bins = [left[part] for part in best_fit(task.tokens[left].tolist(), most - prefix)]
+            pieces += [(group, part) for part in bins]
+            room = most - prefix - min(int(task.tokens[part].sum()) for part in bins)
+    return pieces
