@@ -16,7 +16,7 @@ have the same, and each gets its part in even intervals.
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +80,7 @@ def dealt_head_lists(named: RankOperations) -> RankOperations:
 _EQUAL = 10_000  # ticks of a forward
 
 
+_Choice = tuple[int, int, int, str, int]  # when the input has arrived, priority, stage, kind, micro-batch
 _NEVER = 2**63
 _IN_A_ROW = 8  # weight parts for which other operations wait
 
@@ -103,25 +104,31 @@ class _Ranks:
         kinds = FORWARD, first_part
         *tails, self._head_tails = _tails(load, self._back)
         self._tails = dict(zip(kinds, tails, strict=True))
-        # The micro-batches of every stage in order, with none at the end, and when the inputs of each have arrived.
-        self._order = dict(zip(kinds, ([*range(len(self._back)), -1], [*self._back, -1]), strict=True))
+        # The micro-batches that every stage has yet to run, in order, and which of them is next: -1 is none.
+        orders = dict(zip(kinds, (range(len(self._back)), self._back), strict=True))
+        self._order = {kind: [chain(order, [-1]) for _ in load.forward] for kind, order in orders.items()}
+        self._next = {kind: [*map(next, of_stages)] for kind, of_stages in self._order.items()}
         self._head_seconds = [] if load.head is None else load.head.tolist()
         self._head_rank = _dealt(self._head_seconds, (load.forward + load.backward).sum(axis=1), pp)
-        self._heads: list[dict[int, int]] = [{} for _ in range(pp)]  # ready for each rank, and since when
-        self._arrived: dict[str, list[dict[int, int]]] = {kind: [{} for _ in load.forward] for kind in kinds}
-        self._arrived[FORWARD][0] = dict.fromkeys(self._back, 0)
+        # The forwards and backwards whose inputs have arrived.
+        self._arrived: dict[str, list[dict[int, _Choice]]] = {kind: [{} for _ in load.forward] for kind in kinds}
+        self._arrived[FORWARD][0] = {one: (0, -tail, 0, FORWARD, one) for one, tail in enumerate(tails[0][0])}
+        # Of these, the next of each stage and all heads, by kind and stage or micro-batch.
+        self._ready: list[dict[tuple[str, int], _Choice]] = [{} for _ in range(pp)]
+        self._ready[0][FORWARD, 0] = self._arrived[FORWARD][0][0]
         self._own = [range(rank, self._stages, pp) for rank in range(pp)]
         # The memory that the forwards of every document that have not run will take on each rank.
         of_ranks = (np.bincount(self._document, load.held[rank::pp].sum(axis=0)) for rank in range(pp))
         self._needed: list[list[int]] = [of_rank.astype(np.int64).tolist() for of_rank in of_ranks]
-        self._most_needed = [max(needed) for needed in self._needed]
-        self._limits = [*map(max, limits, self._most_needed)]
+        self._limits = [*map(max, limits, map(max, self._needed))]
         self._total = [0] * pp  # memory that each rank holds
         self._held: list[dict[int, int]] = [{} for _ in range(pp)]  # memory of every document that has begun, in order
+        self._growing: list[set[int]] = [set() for _ in range(pp)]  # those of them that need more
+        self._most_needed = [0] * pp  # by one of these
         self._late: list[deque[int]] = [deque() for _ in load.forward]  # backwards of a stage with a weight part to run
+        self._in_a_row = [0] * pp  # the last weight parts of a rank that are of one stage
         self._free = [0] * pp
-        self._done = {FORWARD: [0] * self._stages, first_part: [0] * self._stages, WEIGHT: [0] * self._stages}
-        self._choices: list[list[tuple[int, int, int, str, int]]] = [[] for _ in range(pp)]
+        self._choices: list[list[_Choice]] = [[] for _ in range(pp)]
         self.begins = [_NEVER] * pp  # when each rank can run its next operation
         self.lists: list[list[Operation]] = [[] for _ in range(pp)]
         for rank in range(pp):
@@ -132,21 +139,28 @@ class _Ranks:
         now = self.begins[rank]
         _, stage, kind, micro_batch = min([choice[1:] for choice in self._choices[rank] if choice[0] <= now])
         joins = kind == WEIGHT and self.lists[rank][-1][::2] == (stage, WEIGHT)
+        self._in_a_row[rank] = (kind == WEIGHT) + joins * self._in_a_row[rank]
         self.lists[rank].append(Operation(stage, micro_batch, kind))
         if kind == HEAD:
             self._free[rank] = end = now + self._head_seconds[micro_batch]
-            del self._heads[rank][micro_batch]
+            del self._ready[rank][HEAD, micro_batch]
             self._arrive(self._first_part, self._stages - 1, micro_batch, rank, end)
         else:
             seconds = self._seconds[kind][stage][micro_batch] - joins * self._joined[stage][micro_batch]
             self._free[rank] = end = now + seconds
-            self._done[kind][stage] += 1
-            if kind == INPUT:
-                self._late[stage].append(micro_batch)
-            elif kind == WEIGHT:
+            if kind == WEIGHT:
                 self._late[stage].popleft()
-            self._hold(rank, stage, micro_batch, (kind == FORWARD) - (kind == self._last_part))
-            self._hand_on(rank, stage, kind, micro_batch, end)
+            else:
+                following = self._next[kind][stage] = next(self._order[kind][stage])
+                if following in self._arrived[kind][stage]:
+                    self._ready[rank][kind, stage] = self._arrived[kind][stage][following]
+                else:
+                    del self._ready[rank][kind, stage]
+                if kind == INPUT:
+                    self._late[stage].append(micro_batch)
+                self._hand_on(rank, stage, kind, micro_batch, end)
+            if kind in (FORWARD, self._last_part):
+                self._hold(rank, stage, micro_batch, 1 if kind == FORWARD else -1)
         self._look(rank)
 
     def _hold(self, rank: int, stage: int, micro_batch: int, sign: int) -> None:
@@ -158,50 +172,58 @@ class _Ranks:
         if not held[document]:
             del held[document]
         if sign > 0:
-            self._needed[rank][document] -= leaves
+            needed, growing = self._needed[rank], self._growing[rank]
+            needed[document] -= leaves
+            (growing.add if needed[document] else growing.discard)(document)
+            self._most_needed[rank] = max([needed[other] for other in growing], default=0)
 
     def _hand_on(self, rank: int, stage: int, kind: str, micro_batch: int, end: int) -> None:
         """Note when the result arrives at the operation that waits for it."""
         receiver = stage + (1 if kind == FORWARD else -1)
         if receiver == self._stages and self._head_seconds:
             to = self._head_rank[micro_batch]
-            self._heads[to][micro_batch] = end + self._transfer[micro_batch] * (to != rank)
-            self._look(to)
+            since = end + self._transfer[micro_batch] * (to != rank)
+            self._ready[to][HEAD, micro_batch] = head = since, -self._head_tails[micro_batch], to, HEAD, micro_batch
+            if to != rank:
+                self._may_run(to, head)
         elif receiver == self._stages:
             self._arrive(self._first_part, stage, micro_batch, rank, end)
-        elif receiver >= 0 and kind != WEIGHT:
+        elif receiver >= 0:
             self._arrive(kind, receiver, micro_batch, rank, end)
 
     def _arrive(self, kind: str, stage: int, micro_batch: int, sender: int, end: int) -> None:
         """Note when the input of an operation arrives, which ``sender`` has at ``end``."""
         rank = stage % self._pp
-        self._arrived[kind][stage][micro_batch] = end + self._transfer[micro_batch] * (rank != sender)
-        if rank != sender:
-            self._look(rank)
+        since = end + self._transfer[micro_batch] * (rank != sender)
+        choice = since, -self._tails[kind][stage][micro_batch], stage, kind, micro_batch
+        self._arrived[kind][stage][micro_batch] = choice
+        if self._next[kind][stage] == micro_batch:
+            self._ready[rank][kind, stage] = choice
+            if rank != sender and (kind != FORWARD or self._has_room(rank, stage, micro_batch)):
+                self._may_run(rank, choice)
+
+    def _may_run(self, rank: int, choice: _Choice) -> None:
+        """Let ``rank``, which has run nothing since it last looked, choose ``choice`` too."""
+        self._choices[rank].append(choice)
+        self.begins[rank] = min(self.begins[rank], max(self._free[rank], choice[0]))
 
     def _look(self, rank: int) -> None:
-        """Find what ``rank`` can run next: when the input arrives, its priority, and the operation."""
-        choices: list[tuple[int, int, int, str, int]] = []
-        for stage, kind in product(self._own[rank], self._order):
-            arrived, micro_batch = self._arrived[kind][stage], self._order[kind][self._done[kind][stage]]
-            if micro_batch in arrived and (kind != FORWARD or self._has_room(rank, stage, micro_batch)):
-                priority = -self._tails[kind][stage][micro_batch]
-                choices.append((arrived[micro_batch], priority, stage, kind, micro_batch))
-        for micro_batch, since in self._heads[rank].items():
-            choices.append((since, -self._head_tails[micro_batch], rank, HEAD, micro_batch))
+        """Find what ``rank`` can run after an operation."""
+        ready = self._ready[rank].values()
+        choices = [one for one in ready if one[3] != FORWARD or self._has_room(rank, one[2], one[4])]
         if late := [stage for stage in self._own[rank] if self._late[stage]]:
             choices.append(self._weight_part(rank, late))
         self._choices[rank] = choices
         self.begins[rank] = max(self._free[rank], min(choices)[0]) if choices else _NEVER
 
-    def _weight_part(self, rank: int, late: list[int]) -> tuple[int, int, int, str, int]:
+    def _weight_part(self, rank: int, late: list[int]) -> _Choice:
         """The weight part to run next, of one of the stages ``late``: of the last one's, or of that with the most."""
-        last = self.lists[rank][-_IN_A_ROW:]
-        goes_on = last[-1].kind == WEIGHT and last[-1].stage in late
-        stage = last[-1].stage if goes_on else max(late, key=lambda one: len(self._late[one]))
+        row, stage = self._in_a_row[rank], self.lists[rank][-1].stage
+        goes_on = row > 0 and stage in late
+        if not goes_on:
+            stage = max(late, key=lambda one: len(self._late[one]))
         micro_batch = self._late[stage][0]
-        full = {one[::2] for one in last} == {(stage, WEIGHT)}
-        first = goes_on and not full and self._joined[stage][micro_batch] > 0
+        first = goes_on and row < _IN_A_ROW and self._joined[stage][micro_batch] > 0
         return 0, -_NEVER if first else 1, stage, WEIGHT, micro_batch
 
     def _has_room(self, rank: int, stage: int, micro_batch: int) -> bool:
@@ -209,17 +231,15 @@ class _Ranks:
         held, needed = self._held[rank], self._needed[rank]
         document, leaves, older = self._document[micro_batch], self._leaves[stage][micro_batch], 0
         spare = self._limits[rank] - self._total[rank] - leaves
-        if spare >= self._most_needed[rank]:
+        most = max(self._most_needed[rank], needed[document])
+        if most <= spare:
             return True
-        most = max(needed[other] for other in (document, *held))
         for other in held if document in held else (*held, document):
-            if most - older <= spare:
-                break  # neither this one nor later ones can need more
             if needed[other] - leaves * (other == document) - older > spare:
                 return False
-            if other == document:
-                break
-            older += held[other]
+            older += held.get(other, 0)
+            if other == document or most - older <= spare:
+                break  # later ones cannot need more
         return True
 
 
