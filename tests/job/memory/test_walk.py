@@ -11,9 +11,9 @@ from tests.limits import examples
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import LayerMemory
-from wlb.job.memory.walk import _Walk, predict_memory, predict_rank_memory, unlike_ranks
+from wlb.job.memory.walk import Walk, predict_memory, predict_rank_memory, unlike_ranks
 from wlb.schedules.layout import Layout, split_layers
-from wlb.schedules.operations import FORWARD, rank_operations
+from wlb.schedules.operations import FORWARD, HEAD, Operation, rank_operations
 from wlb.simulate import simulated_job
 from wlb.workload import ModelShape, hardware_preset, model_shape
 from wlb.workload.shapes import BlockKind, Experts, LatentAttention
@@ -160,9 +160,9 @@ def test_passes_that_begin_alike_change_what_is_held_alike(job_, thousands, keep
     job_ = job_ if keeps_weights or job_.layout.pp > 1 else freeing(job_)
     rows = [1000 * count for count in thousands]
     for rank, of_rank in enumerate(job_.layout.operations(len(rows))):
-        walk = _Walk(job_, rank, [(count, None) for count in rows])
+        walk = Walk(job_)
         walk.passes = _Forgetful()
-        assert predict_rank_memory(job_, rows, rank) == walk.over(of_rank)
+        assert predict_rank_memory(job_, rows, rank) == walk.over(rank, [(count, None) for count in rows], of_rank)
 
 
 @pytest.mark.parametrize(("strategy", "keeps"), [("none", True), ("keep_attention", True), ("full", False)])
@@ -216,6 +216,14 @@ def test_every_weight_is_held_whether_a_token_meets_it_or_not(shape, tp):
     norms = (2 * shape.layers + 1) * shape.hidden
     parts = predict_memory(of_shape(shape, tp=tp), [1]).parts
     assert parts["weights"] == 4 * (parameters(shape) // tp + norms)
+
+
+def test_a_dealt_head_leaves_its_gradient():
+    job_ = job(Layout(pp=4, head="dealt"))
+    begun = [Operation(1, 0, FORWARD), Operation(1, 0, HEAD)]
+    parts = Walk(job_).over(1, [(1, None)] * 8, begun).parts
+    assert parts["gradients"] == 4 * (SHAPE.vocab_size + 1) * SHAPE.hidden
+    assert predict_rank_memory(job_, [1] * 8, 1).parts["gradients"] == parts["weights"]
 
 
 def test_the_first_stage_holds_the_blocks_without_experts():

@@ -7,7 +7,7 @@ as the documents of a global batch fill.
 import math
 from bisect import bisect_left
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from wlb.job.memory.layers import (
 from wlb.job.memory.walk import (
     BATCH_BYTES,
     MemoryEstimate,
+    Walk,
     gib,
     largest_share,
     like_ranks,
@@ -126,8 +127,8 @@ class _Planned(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _planned(job: Job) -> tuple[_Planned, ...]:
-    """The memory of each of the ``unlike_ranks``.
+def _planned(job: Job, limit: float = math.inf) -> tuple[_Planned, ...]:
+    """The memory of each of the ``unlike_ranks``; empty where one surely has more than ``limit`` bytes in full.
 
     Ranks hold at most as much as the fullest in the named schedule, and at least the micro-batches of one document. The
     most are micro-batches of ``job.in_flight_length`` and a document of a context window beside them; or all
@@ -136,18 +137,23 @@ def _planned(job: Job) -> tuple[_Planned, ...]:
     """
     count, usual = job.rank_micro_batches, largest_share(job, job.in_flight_length)
     walked = min(count, _PLANNED_ROUNDS * round_size(job.layout.pp, count))
-    ranks = rank_memories(job, [usual] * walked)
+    walk = Walk(job)
+    ranks = rank_memories(job, [usual] * walked, limit, walk)
+    if ranks[-1].total > limit:
+        return ()
+    alone = cache(lambda tokens: rank_memories(job, [largest_share(job, tokens)], walk=walk))
     one = job.sliced_length if job.slices_documents else job.max_tokens
-    least = [_held(job, [rank], in_flight=False) for rank in rank_memories(job, [largest_share(job, one)])]
+    least = [_held(job, [rank], in_flight=False) for rank in alone(one)]
     most = max([_held(job, ranks, in_flight=True), *least], key=lambda parts: sum(parts.values()))
-    longest, short = (predict_memory(job, [tokens]).parts for tokens in (job.max_tokens, job.in_flight_length))
+    lengths = job.max_tokens, job.in_flight_length
+    longest, short = (max(alone(tokens), key=lambda rank: rank.total).parts for tokens in lengths)
     more = {name: max(0, value - short.get(name, 0)) for name, value in longest.items()}
     planned = []
-    for rank, alone in zip(ranks, least, strict=True):
+    for rank, own in zip(ranks, least, strict=True):
         static = {name: value for name, value in rank.parts.items() if name not in HELD}
         parts = {name: static.get(name, 0) + more.get(name, 0) for name in static | more}
         parts["working"] = max(parts.get("working", 0), product_bytes(job))
-        planned.append(_Planned(replace(rank, parts=parts), alone, most))
+        planned.append(_Planned(replace(rank, parts=parts), own, most))
     return tuple(planned)
 
 
@@ -187,7 +193,10 @@ def largest_factor(job: Job) -> float | None:
 def fits_in_full(job: Job) -> bool:
     """``fits``, and planned lists may hold their most."""
     limit = job.memory_limit.number_of_bytes
-    return all(planned.in_full <= limit for planned in _planned(job)) if job.plans_operations else fits(job)
+    if not job.plans_operations:
+        return fits(job)
+    planned = _planned(job, limit)
+    return bool(planned) and all(rank.in_full <= limit for rank in planned)
 
 
 def too_large(job: Job, *, resumes: bool = False) -> str | None:

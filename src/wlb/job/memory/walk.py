@@ -10,6 +10,7 @@ micro-batches are in flight, and of which lengths, follows from the walk.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
@@ -55,13 +56,14 @@ def predict_memory(job: Job, tokens: Sequence[int], limit: float = math.inf) -> 
     return max(estimates, key=lambda estimate: estimate.total)
 
 
-def rank_memories(job: Job, rows: Sequence[int], limit: float = math.inf) -> list[MemoryEstimate]:
+def rank_memories(
+    job: Job, rows: Sequence[int], limit: float = math.inf, walk: "Walk | None" = None
+) -> list[MemoryEstimate]:
     """``predict_rank_memory`` of the ``unlike_ranks``; ends with the first peak over ``limit`` bytes, if any."""
     estimates: list[MemoryEstimate] = []
-    passes: _Passes = {}
+    walk, operations, batches = walk or Walk(job), job.layout.operations(len(rows)), [(count, None) for count in rows]
     for rank in unlike_ranks(job):
-        walk = _Walk(job, rank, [(count, None) for count in rows], passes)
-        estimates.append(walk.over(job.layout.operations(len(rows))[rank], limit))
+        estimates.append(walk.over(rank, batches, operations[rank], limit))
         if estimates[-1].total > limit:
             break
     return estimates
@@ -97,7 +99,7 @@ def predict_rank_memory(
     ``exchanges`` are its exchanges in each; by default the largest that a plan may need.
     """
     batches = [*zip(rows, repeat(None) if exchanges is None else exchanges, strict=False)]
-    return _Walk(job, pipeline_rank, batches).over(job.layout.operations(len(rows))[pipeline_rank])
+    return Walk(job).over(pipeline_rank, batches, job.layout.operations(len(rows))[pipeline_rank])
 
 
 def largest_share(job: Job, tokens: int) -> int:
@@ -115,20 +117,18 @@ class _WalkedPass(NamedTuple):
     left: _StageState
 
 
-_Passes = dict[tuple[Any, ...], _WalkedPass]
+_Batch = tuple[int, Exchange | None]  # rows and exchange of a micro-batch
 
 
-class _Walk:
-    """The step of one pipeline rank: bytes held by purpose, and the peak so far.
+class Walk:
+    """The step of one pipeline rank after another: bytes held by purpose, and the peak so far.
 
-    ``batches`` has the rows and the exchange of every micro-batch. Passes of like stages that begin in the same state
-    change memory in the same way, so each kind of pass is walked through once; ranks of a job may share ``passes``.
+    Passes of like stages that begin in the same state change memory in the same way, so each kind of pass is walked
+    through once.
     """
 
-    def __init__(
-        self, job: Job, rank: int, batches: Sequence[tuple[int, Exchange | None]], passes: _Passes | None = None
-    ) -> None:
-        self.job, self.rank, self.batches = job, rank, batches
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.blocks = split_layers(job.shape, job.layout)
         self.heads = job.layout.head_stages
         kinds = [(n == 0, n in self.heads, *map(job.shape.block_kind, of)) for n, of in enumerate(self.blocks)]
@@ -138,25 +138,29 @@ class _Walk:
         self.shards = layout.dp_cp  # ranks over which FSDP divides weights
         self.expert_shards = layout.dp_cp // layout.ep_ranks  # those of experts that the rank does not share
         self.frees_weights = not job.layout.keeps_weights  # and gathers them again in every micro-batch
-        self.held: dict[str, int] = {}
+        self.passes: dict[tuple[Any, ...], _WalkedPass] = {}
+        self.known: dict[tuple[int, _Batch], tuple[int, list[Unit]]] = {}
+
+    def over(
+        self, rank: int, batches: Sequence[_Batch], operations: Sequence[Operation], limit: float = math.inf
+    ) -> MemoryEstimate:
+        """Walk through a step: forwards, backwards and the optimizer; or until over ``limit`` bytes."""
+        self.held: dict[str, int] = defaultdict(int)
         self.total = 0  # of ``held``
         self.most: dict[str, int] = {}
         self.most_total: float = 0
         self.gathered: set[int] = set()  # units of the current stage
         self.with_gradients: set[int] = set()
         self.states: dict[int, _StageState] = {}
-        self.passes: _Passes = {} if passes is None else passes
-        self.known: dict[tuple[Any, ...], tuple[int, list[Unit]]] = {}
-
-    def over(self, operations: Sequence[Operation], limit: float = math.inf) -> MemoryEstimate:
-        """Walk through a step: forwards, backwards and the optimizer; or until over ``limit`` bytes."""
-        stages = self.job.layout.rank_stages[self.rank]
-        mine = {stage: self._units(stage, LayerMemory(self.job, 1)) for stage in stages}
+        self.batches = batches
+        mine = {
+            stage: self._ends_and_units(self.like[stage], (1, None))[1] for stage in self.job.layout.rank_stages[rank]
+        }
         shard = self._sharded([unit for units in mine.values() for unit in units]) * self.master
         self._add("weights", shard)
         self._add("optimizer", 2 * shard)
         self._add("checkpoint", 3 * shard if self.job.checkpoint_copy else 0)
-        self._add("batches", sum(rows for rows, _ in self.batches) * BATCH_BYTES)
+        self._add("batches", sum(rows for rows, _ in batches) * BATCH_BYTES)
         for stage, units in mine.items():
             self.gathered = set()
             for index, unit in enumerate(() if self.frees_weights else units):  # all at the start of the step
@@ -166,18 +170,20 @@ class _Walk:
             one = self._pass(stage, micro_batch, kind)
             if self.total + one.most_total > self.most_total:
                 self.most, self.most_total = _sum(self.held, one.most), self.total + one.most_total
-            self.held, self.total = _sum(self.held, one.held), self.total + one.total
+            self.total += one.total
+            for name, value in one.held.items():
+                self.held[name] += value
             if self.most_total > limit:
                 break
         self._note(working=shard)  # of the optimizer
-        return MemoryEstimate(self.rank, {name: value for name, value in self.most.items() if value})
+        return MemoryEstimate(rank, {name: value for name, value in self.most.items() if value})
 
     def _pass(self, stage: int, micro_batch: int, kind: str) -> _WalkedPass:
         last, like = micro_batch == len(self.batches) - 1, self.like[stage]
         key = (like, self.batches[micro_batch], kind, kind == BACKWARD and last, self.states[stage])
         if key not in self.passes:
             so_far = self.held, self.total, self.most, self.most_total
-            self.held, self.total, self.most, self.most_total = {}, 0, {}, -math.inf
+            self.held, self.total, self.most, self.most_total = defaultdict(int), 0, {}, -math.inf
             self.gathered, self.with_gradients = map(set, self.states[stage])
             {FORWARD: self._forward, BACKWARD: self._backward, HEAD: self._head}[kind](like, micro_batch)
             left = frozenset(self.gathered), frozenset(self.with_gradients)
@@ -186,13 +192,12 @@ class _Walk:
         self.states[stage] = self.passes[key].left
         return self.passes[key]
 
-    def _ends_and_units(self, stage: int, micro_batch: int) -> tuple[int, list[Unit]]:
+    def _ends_and_units(self, stage: int, batch: _Batch) -> tuple[int, list[Unit]]:
         """Memory of a stage beside its layers, and the layers; the same for micro-batches with the same rows."""
-        key = stage, self.batches[micro_batch]
-        if key not in self.known:
-            layers = LayerMemory(self.job, *self.batches[micro_batch])
-            self.known[key] = (layers.ends(), self._units(stage, layers))
-        return self.known[key]
+        if (stage, batch) not in self.known:
+            layers = LayerMemory(self.job, *batch)
+            self.known[stage, batch] = (layers.ends(), self._units(stage, layers))
+        return self.known[stage, batch]
 
     def _units(self, stage: int, layers: LayerMemory) -> list[Unit]:
         first = [layers.embedding()] if stage == 0 else []
@@ -202,7 +207,7 @@ class _Walk:
         return [*first, *layers.blocks(self.blocks[stage]), *last]
 
     def _forward(self, stage: int, micro_batch: int) -> None:
-        ends, units = self._ends_and_units(stage, micro_batch)
+        ends, units = self._ends_and_units(stage, self.batches[micro_batch])
         self._add("activations", ends)
         self._gather_root(units)
         for index, unit in enumerate(units):
@@ -216,7 +221,7 @@ class _Walk:
                 self._free(index, unit)
 
     def _backward(self, stage: int, micro_batch: int) -> None:
-        ends, units = self._ends_and_units(stage, micro_batch)
+        ends, units = self._ends_and_units(stage, self.batches[micro_batch])
         last = micro_batch == len(self.batches) - 1
         self._gather_root(units)
         for index, unit in reversed(list(enumerate(units))):
@@ -239,7 +244,7 @@ class _Walk:
         layers = LayerMemory(self.job, *self.batches[micro_batch])
         unit = layers.head(stage)
         self._note(working=2 * layers.stream + max(unit.forward, unit.held + unit.backward))
-        self._add_gradients(len(self._ends_and_units(stage, micro_batch)[1]) - 1, unit)
+        self._add_gradients(len(self._ends_and_units(stage, self.batches[micro_batch])[1]) - 1, unit)
 
     def _hold(self, unit: Unit, sign: int) -> None:
         self._add("activations", sign * (unit.held - unit.scores - unit.received))
@@ -291,7 +296,7 @@ class _Walk:
             self.most, self.most_total = _sum(self.held, {"working": working, "gradients": gradients}), total
 
     def _add(self, name: str, value: int) -> None:
-        self.held[name] = self.held.get(name, 0) + value
+        self.held[name] += value
         self.total += value
 
 
