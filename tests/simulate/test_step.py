@@ -9,6 +9,7 @@ import pytest
 
 from tests.simulate.jobs import ROUTED, SHAPE, documents, job
 from wlb.errors import UserError
+from wlb.job.pipeline import PipelineLoads
 from wlb.job.planner import StepPlanner
 from wlb.report.timeline import timeline
 from wlb.schedules.operations import HEAD
@@ -16,6 +17,8 @@ from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.simulate.step import Steps
+from wlb.workload import Costs
+from wlb.workload.base import TICKS
 from wlb.workload.phases import DocumentPhases
 
 LAYOUTS: list[dict[str, Any]] = [
@@ -112,3 +115,25 @@ def test_gradients_of_a_dealt_head_are_gathered_reduced_and_summed_on_every_rank
     reduced = dealt.rank_reduction - dealt.job.stage_blocks * dealt.block_reduction
     assert reduced[0] == pytest.approx(dealt.root_reduction[0])
     assert (reduced[1:] > 1.1 * dealt.root_reduction[1:]).all()
+
+
+@pytest.mark.parametrize(("pp", "head", "copies"), [(1, "auto", [1]), (2, "dealt", [1, 1]), (4, "dealt", [1] * 4)])
+def test_a_tied_embedding_is_one_matrix_on_every_rank_that_has_it(pp, head, copies):
+    apart = job("balanced", pp=pp, dp=2, micro_batches=8, head=head)
+    tied = JobCosts(replace(apart, tied_embeddings=True))
+    assert tied.root_gather / JobCosts(apart).root_gather[-1] * (1 + (pp == 1)) == pytest.approx(copies, rel=0.1)
+    own = tied.rank_reduction - tied.job.stage_blocks * tied.block_reduction
+    assert own == pytest.approx(np.full(pp, own[0]))  # of all, each with a copy
+    assert (own[0] > 1.1 * tied.root_reduction[0]) == (pp > 1)
+
+
+def test_weight_gradients_of_micro_batches_in_a_row_share_a_product(monkeypatch):
+    simulated = decide(job("balanced", pp=2, micro_batches=4, pool=1, packing={"rank_micro_batches": 32}), documents())
+    plan = next(StepPlanner(simulated, documents()).plans())
+    seconds = float(simulate_step(plan, simulated).seconds[0])
+    tokens = [one.tokens for one in plan.micro_batches]
+    joined = PipelineLoads(simulated, plan.micro_batches).of(range(32)).joined
+    assert joined is not None
+    assert joined.sum(axis=0) / TICKS == pytest.approx(simulated.costs.joined_seconds(tokens, "blocks"), abs=1e-8)
+    monkeypatch.setattr(Costs, "joined_seconds", lambda self, tokens, part: np.zeros(np.shape(tokens)))
+    assert float(simulate_step(plan, simulated).seconds[0]) > seconds

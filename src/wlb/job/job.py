@@ -64,8 +64,8 @@ class Job:
     """A job on the GPUs of ``layout``, or processes on CPUs.
 
     ``data`` has the order of documents and the policy for overlong ones; its store is not opened. What ``layout`` and
-    ``packing`` leave open, ``wlb.simulate.decide`` decides. ``tied_embeddings`` and ``checkpoint_copy`` (of weights and
-    moments, while a checkpoint is written) only affect memory. ``limit`` is the memory limit of a process, by default
+    ``packing`` leave open, ``wlb.simulate.decide`` decides. ``checkpoint_copy`` (of weights and moments, while a
+    checkpoint is written) only affects memory. ``limit`` is the memory limit of a process, by default
     90% of that of ``hardware``, less NCCL. ``phases`` are costs of documents before the language model.
 
     ``hardware`` has the rates of the type that the job computes in. A measured ``profile`` replaces the terms that it

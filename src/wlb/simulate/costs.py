@@ -53,12 +53,15 @@ class JobCosts:
 
     @cached_property
     def rank_reduction(self) -> NDArray[np.float64]:
-        """Seconds to reduce all gradients of each pipeline rank, and then those of a dealt head; shape (pp,)."""
+        """Seconds to reduce all gradients of each pipeline rank, and then to sum those of a dealt head; shape (pp,).
+
+        With tied embeddings every rank has a copy of that.
+        """
         reduction = self._by_rank(self.job.stage_blocks * self.block_reduction + self.root_reduction)
         if not self.layout.deals_head:
             return reduction
         shard = self._matrix * MASTER_BYTES / self.layout.dp_cp
-        ranks = self.layout.head_stages
+        ranks = [*range(self.layout.pp)] if self.job.tied_embeddings else self.layout.head_stages
         link = group_link(self.job.hardware, "all_gather", len(ranks), self.layout.tp * self.layout.dp_cp)
         reduction[ranks] += 2 * link.seconds(shard_bytes(shard, len(ranks)))
         return reduction
@@ -83,7 +86,8 @@ class JobCosts:
     def _root_weights(self) -> NDArray[np.float64]:
         """Weights of embedding and output head on one tensor-parallel rank of each stage; shape (stages,)."""
         ends = np.eye(self.layout.stages)
-        return np.asarray((ends[0] + ends[self.layout.head_stages].sum(axis=0)) * self._matrix)
+        matrices = ends[0] + ends[self.layout.head_stages].sum(axis=0)
+        return np.asarray((np.minimum(matrices, 1) if self.job.tied_embeddings else matrices) * self._matrix)
 
     @property
     def _matrix(self) -> float:
