@@ -1,13 +1,14 @@
 """Operation lists by the longest remaining path: they can run, within their memory, and nearly as fast as any could."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
+from wlb.schedules.critical_path import PipelineLoad, _dealt, _Ranks, critical_path_lists
 from wlb.schedules.layout import Layout
 from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation
 from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
@@ -134,6 +135,22 @@ def test_a_rank_with_more_work_than_all_will_have_gets_no_head():
     load.forward[1] *= 3
     lists = critical_path_lists(load, [1] * 6, 2, [UNBOUNDED] * 2)
     assert [sum(one.kind == HEAD for one in of_rank) for of_rank in lists] == [6, 0]
+
+
+@pytest.mark.parametrize(("of_stages", "shares"), [([9] * 4, [0, 10, 10, 10]), ([99, 60, 90, 30], [0, 8, 0, 22])])
+def test_every_rank_gets_its_heads_in_even_intervals(of_stages, shares):
+    ranks = np.array(_dealt([2] * 30, np.array(of_stages), 4))
+    given = np.cumsum(ranks == np.arange(4)[:, None], axis=1)
+    assert given[:, -1].tolist() == shares
+    assert np.abs(given - np.outer(given[:, -1], np.arange(1, 31) / 30)).max() < 1
+
+
+def test_lists_with_dealt_heads_run_as_planned():
+    load = _load(0, 8, [1, 3, *[1] * 8], splits=True, dealt=True)._replace(transfer=np.arange(12) * 40)
+    ranks = _Ranks(load, [1, 3, *[1] * 8], 4, [800] * 4)
+    with mock.patch("wlb.schedules.critical_path._Ranks", return_value=ranks):
+        lists = critical_path_lists(load, [], 4, [])
+    assert _times(lists, load).rank_ends.tolist() == ranks._free
 
 
 def test_pipelines_may_deal_their_heads_differently():

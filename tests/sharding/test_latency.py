@@ -10,8 +10,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.limits import examples
-from wlb.sharding.latency import attending_again, attending_seconds
+from wlb.documents.segments import Segment
+from wlb.packing.plan import MicroBatch
+from wlb.sharding.latency import Priced, attending_again, attending_seconds
 from wlb.sharding.plan import PART_CUTS
+from wlb.simulate import simulated_job
 
 LAYERS = 200
 seconds = st.floats(0, 10)
@@ -108,3 +111,13 @@ def test_waiting_is_bounded_by_what_travels(group):
     assert computing - 1e-9 <= forward_seconds(ranks, exchange, parts) <= computing + exchange.max() + 1e-9
     assert computing - 1e-9 <= kept <= again + 1e-9
     assert again <= kept + 2 * exchange.max() + 1e-9
+
+
+@pytest.mark.parametrize(("recomputing", "launches"), [("none", 1), ("keep_attention", 1.5), ("full", 1.5)])
+def test_a_small_micro_batch_waits_until_the_host_has_launched_its_kernels_and_again_to_recompute(
+    recomputing, launches
+):
+    one = simulated_job("550m", 4096, activation_checkpointing=recomputing)
+    priced = Priced.of(one.sharded([MicroBatch((Segment(0, 0, 64),), 0.0)]), one.costs).blocks
+    assert priced.forward == one.costs.host_seconds(64, "forward")
+    assert priced.backward == pytest.approx(launches * one.costs.host_seconds(64, "backward"))

@@ -15,7 +15,7 @@ from wlb.job.memory.fit import fits
 from wlb.job.planner import StepPlanner
 from wlb.packing.options import Grouping
 from wlb.simulate import simulate, simulated_job
-from wlb.simulate.decide import decide
+from wlb.simulate.decide import _LeastSeconds, decide
 from wlb.simulate.rate import rate
 from wlb.workload import hardware_preset
 
@@ -143,6 +143,21 @@ def test_pools_fit_wherever_any_do_and_hardly_any_are_faster(seed: int):
     assert fits(found) == any(map(fits, choices))
     rates = [rate(one, lengths, 4, job.work_prices).work_rate for one in choices if fits(one)]
     assert not rates or rate(found, lengths, 4, job.work_prices).work_rate >= 0.96 * max(rates)
+
+
+@pytest.mark.parametrize("head", ["dealt", "last"])
+def test_a_pipeline_takes_at_least_as_long_as_its_busiest_rank(head):
+    def least(*blocks: int) -> float:
+        one = balanced(tp=1, cp=1, dp=2, pp=2, head=head, stage_blocks=blocks, micro_batches=8)
+        one = one.with_pools("slices", 1, 16)
+        return _LeastSeconds(one, LENGTHS).of(one)
+
+    even, half_more = least(16, 16), least(8, 24)
+    if head == "dealt":  # no rank has more than the mean of blocks and head
+        assert even == pytest.approx(least(15, 17), rel=0.01)
+        assert 1.3 < half_more / even < 1.5
+    else:
+        assert half_more > 1.3 * even > 1.3 * least(17, 15)
 
 
 def test_grouping_is_decided_where_pools_are_given():

@@ -98,6 +98,29 @@ def test_no_step_takes_less_than_the_bound(preset: str):
         assert least_seconds(job, [Packed.of_plan(whole)]) <= float(simulate_step(plan, job).seconds[0])
 
 
+def test_ranks_share_a_dealt_head_in_the_bound():
+    dealt = simulated_job(SHAPE, WINDOW, "balanced", pp=2, dp=2, head="dealt", stage_blocks=(4, 4))
+    packed = Packed(np.array([WINDOW]), np.zeros(1, np.int64), 1)
+    (blocks,), (head,) = packed.blocks_and_heads(dealt)
+    assert least_seconds(dealt, [packed]) == pytest.approx((blocks + head) / 4)
+
+
+@pytest.mark.parametrize(
+    ("window", "device", "given", "expected"),
+    [
+        (8192, "h100", None, [1]),
+        (1024, "h100", None, [1, 2, 4, 8, 16]),  # a GPU waits for the host
+        (1024, "cpu", None, [1]),
+        (1024, "h100", 2, [2]),
+    ],
+)
+def test_small_micro_batches_may_have_several_windows(window, device, given, expected, monkeypatch):
+    monkeypatch.setattr("wlb.workload.costs._HOST_SECONDS", 1e-3)
+    tokens = None if given is None else given * window
+    space = search_space(SHAPE, 4, window, hardware=device, batch_tokens=16 * window, micro_batch_tokens=tokens)
+    assert search._micro_batch_windows(space) == expected
+
+
 def test_sizes_that_are_fixed_are_kept():
     space = search_space(SHAPE, 8, WINDOW, batch_tokens=16 * WINDOW, fixed={"tp": 2, "pp": 2})
     for rated in fastest_layout(space, documents(), "balanced").ranking:
