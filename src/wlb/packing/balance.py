@@ -267,10 +267,12 @@ def _slots(task: Task, parts: int, ranks: int, start: list[Indices] | None) -> l
     """The micro-batches of every rank in one list: each run of ``ranks`` is a slot."""
     fair = float(task.prices.sum()) / ranks
     slots = _filled_slots(task, parts, ranks)
-    if slots is None or _loads(slots, task, ranks).max(axis=1).sum() > (1 + _TRY_AGAIN) * fair:
+    if slots is None or task.costs(slots).reshape(-1, ranks).max(axis=1).sum() > (1 + _TRY_AGAIN) * fair:
         plain = _costliest_first(divided(task, parts, start), task)
-        slots = min(slots or plain, plain, key=lambda found: float(_loads(found, task, ranks).max(axis=1).sum()))
-    loads = _loads(slots, task, ranks)
+        slots = min(
+            slots or plain, plain, key=lambda found: float(task.costs(found).reshape(-1, ranks).max(axis=1).sum())
+        )
+    loads = task.costs(slots).reshape(-1, ranks)
     if loads.max(axis=1).sum() > (1 + task.even) * fair:
         tries = max(2, _SLOT_EXCHANGES // len(loads))
         for slot, mean in enumerate(loads.mean(axis=1)):
@@ -285,7 +287,7 @@ def _dealt(slots: list[Indices], task: Task, ranks: int) -> list[list[Indices]]:
     slots = _costliest_first(slots, task)
     totals = np.zeros(ranks)
     of_ranks: list[list[Indices]] = [[] for _ in range(ranks)]
-    for first, of_slot in zip(range(0, len(slots), ranks), _loads(slots, task, ranks), strict=True):
+    for first, of_slot in zip(range(0, len(slots), ranks), task.costs(slots).reshape(-1, ranks), strict=True):
         for rank, part, load in zip(np.argsort(totals, kind="stable"), slots[first:], of_slot, strict=False):
             of_ranks[rank].append(part)
             totals[rank] += load
@@ -324,8 +326,3 @@ def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
     except UserError:  # what is left does not fit
         return None
     return slots + _costliest_first(members, task)
-
-
-def _loads(slots: list[Indices], task: Task, ranks: int) -> Prices:
-    """The price of every micro-batch, a row for each slot."""
-    return task.costs(slots).reshape(-1, ranks)
