@@ -62,6 +62,25 @@ def test_a_job_that_is_done_is_read_and_one_of_other_settings_is_not(computed: l
     assert computed == [64, 256, 1024, 64] * 2
 
 
+def test_a_new_policy_runs_alone(computed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    policies = rivals.POLICIES
+    monkeypatch.setattr(rivals, "POLICIES", {name: policies[name] for name in policies if name != "distca"})
+    first = rivals.run(Settings(steps=2, out=tmp_path))
+    monkeypatch.setattr(rivals, "POLICIES", policies)
+    asked: list[list[str]] = []
+    compare = rivals.compare
+
+    def compared(names, *rest):
+        asked.append(names)
+        return compare(names, *rest)
+
+    monkeypatch.setattr(rivals, "compare", compared)
+    second = rivals.run(Settings(steps=2, out=tmp_path))
+    assert asked == [["distca"]] * 3  # one job has no layout
+    assert [row for row in second.tables[0].rows if row[0] != "distca"] == first.tables[0].rows
+    assert [row[0] for row in second.tables[0].rows] == [*policies]
+
+
 def test_claims_are_of_policies_that_are_compared():
     assert set(rivals.CLAIMS) <= set(POLICIES)
     assert len({job.name for job in rivals.JOBS}) == len(rivals.JOBS)

@@ -3,14 +3,14 @@
 For each job, the best layout of each policy is searched (``wlb_studies.policies``), with as many jobs at once as there
 are cores. Windows of 128K to 1M tokens have synthetic documents that grow with the window, and run every policy. Source
 code, which anyone has, runs the policies ``_ON_SOURCES``: a byte counts as a token. A finished job is written to
-``OUT/rivals/`` and reused with the same settings, so an interrupted run continues.
+``OUT/rivals/`` and reused with the same settings, so an interrupted run continues, and a new policy runs alone.
 """
 
 import json
 import multiprocessing
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -110,8 +110,8 @@ CLAIMS = {
 class _Done:
     """A job's outcomes, the base first; or none and the reason, if the model does not fit."""
 
-    outcomes: list[Outcome]
-    without: dict[str, str]
+    outcomes: Sequence[Outcome]
+    without: Mapping[str, str]
 
     def speedup(self, policy: str) -> float | None:
         """Tokens per second over the base; None without a layout.
@@ -124,6 +124,11 @@ class _Done:
         if one is not None and ours is not None and one.token_delay:
             return one.speed_at_equal_work(ours) * ours.speedup(base)
         return None if one is None else one.speedup(base)
+
+    def missing(self, policies: Sequence[str]) -> list[str]:
+        """Those of ``policies`` that were not run; none if the base has no layout, and so nothing to compare with."""
+        known = {*self.without, *(outcome.policy for outcome in self.outcomes)}
+        return [] if BASE in self.without else [name for name in policies if name not in known]
 
     @property
     def ranking(self) -> list[Outcome]:
@@ -171,13 +176,12 @@ def run(settings: Settings) -> Report:
 
 def _all_jobs(settings: Settings, steps: int) -> dict[RivalJob, _Done]:
     """Every job's outcomes; missing ones are computed, several at once."""
-    done = {
-        job: read for job in JOBS if (read := _read(_path(job, settings), _asked(job, settings, steps))) is not None
-    }
+    known = {job: _read(_path(job, settings), _asked(settings, steps)) for job in JOBS}
+    done = {job: read for job, read in known.items() if not read.missing(job.policies)}
     left = [job for job in JOBS if job not in done]
     quiet = replace(settings, on_progress=print)  # picklable for another process, which does not call it
     with _workers() as workers:
-        running = {workers.submit(_computed, job, quiet, steps): job for job in left}
+        running = {workers.submit(_computed, job, known[job], quiet, steps): job for job in left}
         settings.on_progress(f"{len(done)} of {len(JOBS)} jobs")
         for future in as_completed(running):
             done[running[future]] = future.result()
@@ -189,15 +193,18 @@ def _workers() -> Executor:
     return ProcessPoolExecutor(os.cpu_count(), mp_context=multiprocessing.get_context("spawn"))
 
 
-def _computed(job: RivalJob, settings: Settings, steps: int) -> _Done:
+def _computed(job: RivalJob, known: _Done, settings: Settings, steps: int) -> _Done:
+    """``known`` and the policies that it leaves out."""
     space = search_space(job.model, job.gpus, job.context_window, batch_tokens=job.batch_tokens)
     try:
-        done = _Done(*compare(job.policies, space, documents_of(job, settings), steps))
+        outcomes, without = compare(known.missing(job.policies), space, documents_of(job, settings), steps)
+        found = {outcome.policy: outcome for outcome in (*known.outcomes, *outcomes)}
+        done = _Done([found[name] for name in job.policies if name in found], {**known.without, **without})
     except UserError as error:
         done = _Done([], {BASE: str(error)})
     path = _path(job, settings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_asked(job, settings, steps) | asdict(done), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(_asked(settings, steps) | asdict(done), indent=1) + "\n", encoding="utf-8")
     return done
 
 
@@ -215,20 +222,20 @@ def _path(job: RivalJob, settings: Settings) -> Path:
     return settings.out / "rivals" / f"{job.name}.json"
 
 
-def _asked(job: RivalJob, settings: Settings, steps: int) -> dict[str, object]:
+def _asked(settings: Settings, steps: int) -> dict[str, object]:
     """The settings that a stored file must have been computed with."""
     documents = {"lengths": settings.lengths, "documents": DOCUMENTS, "seed": settings.seed}
-    return documents | {"draws": DRAWS, "steps": steps, "policies": job.policies}
+    return documents | {"draws": DRAWS, "steps": steps}
 
 
-def _read(path: Path, asked: dict[str, object]) -> _Done | None:
-    """The outcomes of an earlier run with the same settings, if there is one."""
+def _read(path: Path, asked: dict[str, object]) -> _Done:
+    """The outcomes of earlier runs with the same settings, of as many policies as there are."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return None
+        return _Done([], {})
     if any(document.get(key) != value for key, value in asked.items()):
-        return None
+        return _Done([], {})
     return _Done([Outcome(**outcome) for outcome in document["outcomes"]], document["without"])
 
 
