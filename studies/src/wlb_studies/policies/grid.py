@@ -225,7 +225,7 @@ def _path(job: RivalJob, settings: Settings) -> Path:
 def _asked(settings: Settings, steps: int) -> dict[str, object]:
     """The settings that a stored file must have been computed with."""
     documents = {"lengths": settings.lengths, "documents": DOCUMENTS, "seed": settings.seed}
-    return documents | {"draws": DRAWS, "steps": steps}
+    return {**documents, "draws": DRAWS, "steps": steps}
 
 
 def _read(path: Path, asked: dict[str, object]) -> _Done:
