@@ -124,8 +124,8 @@ def test_a_linear_layer_also_moves_its_keys_and_values():
     # Halves of blocks: a norm and an addition each. Rotary embedding in two, SwiGLU in four, five linear layers.
     others = 10 * 5 * 64 + 2 * 2 * 16 * (4 + 4) + 4 * 3 * 96
     backward = 10 * 6 * 64 + 2 * 2 * 16 * (4 + 4) + 4 * 5 * 96
-    mixing = 5 * (13 * 40 + 19 * 112)
-    assert elementwise_values_per_token(MIXED) == (others + mixing, backward + 2 * mixing)
+    mixing = 5 * (12 * 40 + 17.5 * 112)
+    assert elementwise_values_per_token(MIXED) == (others + mixing, backward + 5 * (21 * 40 + 44 * 112))
     gated = replace(DENSE, gated_attention=True, ffn_matrices=2)
     forward, backward = np.subtract(elementwise_values_per_token(gated), elementwise_values_per_token(DENSE))
     assert (forward, backward) == (6 * (3 * 64 - 96), 6 * (5 * 64 - 2 * 96))

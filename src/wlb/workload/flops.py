@@ -19,11 +19,15 @@ ATTENTION_BACKWARD_FACTOR = 2.5
 # Forward operations of a linear layer for a token and a value of its state (quoted: ``mamba_layer_flops``,
 # ``gdn_layer_flops`` of NVIDIA-NeMo/Megatron-Bridge, training/utils/flop_utils.py). Assumed: KDA as gated DeltaNet.
 _STATE_FLOPS = {"mamba2": 7.0, "gated_delta": 8.0, "kda": 8.0}
-# Passes over all its keys and over all its values, forward: convolution, normalisation, the kernels of chunks, and the
-# gated norm, each reading its inputs and writing its outputs once. Derived by counting, at their default chunks and
-# heads of 128, in ssd_combined.py of state-spaces/mamba and in gated_delta_rule/chunk.py and kda/chunk.py of
-# fla-org/flash-linear-attention. Backwards, which compute most of it again, take twice as many.
-_LINEAR_PASSES = {"mamba2": (8, 12), "gated_delta": (13, 19), "kda": (25, 19)}
+# Values that it moves, in widths of all its keys and of all its values, forward and backward: convolution, norms and
+# kernels of chunks, each reading its inputs and writing its outputs once. Derived by counting, with heads of 128 and a
+# state for each 128 tokens in mamba_ssm/ops/triton/ssd_combined.py (state-spaces/mamba), and for each 64 in
+# fla/ops/gated_delta_rule and fla/ops/kda (fla-org/flash-linear-attention).
+_LINEAR_PASSES = {
+    "mamba2": ((12, 16), (37, 42)),
+    "gated_delta": ((12, 17.5), (21, 44)),
+    "kda": ((22, 16.5), (51, 34.5)),
+}
 
 
 def model_flops(shape: ModelShape, lengths: ArrayLike) -> float:
@@ -86,8 +90,8 @@ def layers_pair_flops(shape: ModelShape, phase: Direction) -> tuple[float, float
 def linear_flops(shape: ModelShape, tokens: ArrayLike, phase: Phase = "both") -> NDArray[np.float64]:
     """Operations of everything that grows with tokens, including the output head; shape of ``tokens``."""
     of_token = gemm_flops_per_token(shape) + state_flops_per_token(shape)
-    forward = of_token * np.asarray(tokens, dtype=np.float64)
-    return _in_phase(forward, LINEAR_BACKWARD_FACTOR, phase)
+    factor = {"forward": 1.0, "backward": LINEAR_BACKWARD_FACTOR, "both": 1.0 + LINEAR_BACKWARD_FACTOR}[phase]
+    return of_token * np.asarray(tokens, dtype=np.float64) * factor
 
 
 def gemm_flops_per_token(shape: ModelShape) -> float:
@@ -126,19 +130,20 @@ def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
         rotary = 2 * latent.rope_dim * (shape.heads + 1) + 2 * shape.heads * shape.head_dim
         norms = latent.q_rank + latent.kv_rank
     gate = shape.gated_attention * shape.heads * shape.head_dim
-    of_keys, of_values = (0, 0) if linear is None else _LINEAR_PASSES[linear.kind]
-    mixing = 0 if linear is None else of_keys * linear.keys + of_values * linear.values
-    forward = backward = 0
+    mixing = [0.0, 0.0]
+    if linear is not None:
+        mixing = [keys * linear.keys + values * linear.values for keys, values in _LINEAR_PASSES[linear.kind]]
+    forward = backward = 0.0
     for kind, count in shape.blocks.items():
         width, hidden = feed_forward_width(shape, kind), (1 + kind.feeds_forward) * shape.hidden
         # A token is copied for each of its experts, and their results are summed; the backward mirrors this.
         moved = (3 * experts.active + 1) * shape.expert_input if experts is not None and kind.routed else 0
         moved += kind.attends * rotary
-        in_both = moved + kind.linear * mixing
-        forward += count * ((2 + 3) * hidden + kind.attends * (2 * norms + 3 * gate) + in_both + matrices * width)
-        backward += count * ((3 + 3) * hidden + kind.attends * (3 * norms + 5 * gate) + in_both)
-        backward += count * ((2 * matrices - 1) * width + kind.linear * mixing)
-    return float(forward), float(backward)
+        forward += count * ((2 + 3) * hidden + kind.attends * (2 * norms + 3 * gate) + moved + matrices * width)
+        backward += count * ((3 + 3) * hidden + kind.attends * (3 * norms + 5 * gate) + moved)
+        backward += count * (2 * matrices - 1) * width
+        forward, backward = (n + count * kind.linear * m for n, m in zip((forward, backward), mixing, strict=True))
+    return forward, backward
 
 
 def linear_columns(shape: ModelShape, tp: int) -> float:
@@ -156,8 +161,3 @@ def linear_columns(shape: ModelShape, tp: int) -> float:
         own = kind.attends * projected + kind.linear * of_linear + matrices * width * kind.feeds_forward
         columns += count * (of_hidden + own / tp)
     return columns
-
-
-def _in_phase(forward: NDArray[np.float64], backward_factor: float, phase: Phase) -> NDArray[np.float64]:
-    factor = {"forward": 1.0, "backward": backward_factor, "both": 1.0 + backward_factor}[phase]
-    return forward * factor

@@ -23,7 +23,7 @@ _CHUNK_ROWS, _ROW_BYTES = 1024, 14
 _INDEX_BYTES = 8
 # What a linear layer keeps before its output, in widths of its keys and of its values: inputs of the convolution and of
 # the kernels, gates, and matrices of chunks.
-_KEPT_LINEAR = {"mamba2": (2, 3), "gated_delta": (4, 5), "kda": (6, 5)}
+_KEPT_LINEAR = {"mamba2": (2, 3), "gated_delta": (4, 5), "kda": (5, 5)}
 _CHOSEN_BYTES = 4  # index of a token that an indexer chose
 _ROWS = 1024  # of a micro-batch from which shares are computed
 THOUSANDTHS = 1000
