@@ -150,7 +150,7 @@ def test_lists_with_dealt_heads_run_as_planned():
     ranks = _Ranks(load, [1, 3, *[1] * 8], 4, [800] * 4)
     with mock.patch("wlb.schedules.critical_path._Ranks", return_value=ranks):
         lists = critical_path_lists(load, [], 4, [])
-    assert _times(lists, load).rank_ends.tolist() == ranks._free
+    assert _times(lists, load).rank_ends.tolist() == [rank.free for rank in ranks.each]
 
 
 def test_pipelines_may_deal_their_heads_differently():

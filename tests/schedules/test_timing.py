@@ -90,8 +90,10 @@ def test_weight_parts_in_a_row_agree_with_it_too(seed, pp, per_rank, documents):
     with mock.patch("wlb.schedules.critical_path._Ranks", return_value=ranks):
         lists = critical_path_lists(load, documents, pp, [])
     times = pipeline_times(lists, forward.astype(float), backward.astype(float), weight, joined, transfer=transfer)
-    assert times.rank_ends.tolist() == ranks._free  # as planned
-    assert max(ranks._free) == event_driven_makespan(lists, forward, backward, weight, joined, transfer=transfer)
+    assert times.rank_ends.tolist() == [rank.free for rank in ranks.each]  # as planned
+    assert max(rank.free for rank in ranks.each) == event_driven_makespan(
+        lists, forward, backward, weight, joined, transfer=transfer
+    )
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(1, 1), (1, 5), (2, 2), (4, 8), (8, 8), (4, 2)])

@@ -57,8 +57,9 @@ def critical_path_lists(load: PipelineLoad, documents: Sequence[int], pp: int, l
     while (first := min(ranks.begins)) < _NEVER:
         ranks.run_one(ranks.begins.index(first))
     kinds, heads = 3 if load.weight is not None else 2, 0 if load.head is None else load.head.size
-    assert sum(map(len, ranks.lists)) == kinds * load.forward.size + heads, "ranks are stuck"
-    return tuple(map(tuple, ranks.lists))
+    lists = tuple(tuple(rank.operations) for rank in ranks.each)
+    assert sum(map(len, lists)) == kinds * load.forward.size + heads, "ranks are stuck"
+    return lists
 
 
 @lru_cache(maxsize=256)
@@ -83,6 +84,24 @@ _EQUAL = 10_000  # ticks of a forward
 _Choice = tuple[int, int, int, str, int]  # when the input has arrived, priority, stage, kind, micro-batch
 _NEVER = 2**63
 _IN_A_ROW = 8  # weight parts for which other operations wait
+
+
+class _Rank:
+    """The operations that one rank has run so far and may run next, and the memory of documents that it holds."""
+
+    def __init__(self, number: int, own: range, limit: int, needed: list[int]) -> None:
+        self.number, self.own = number, own  # ``own`` are its stages
+        self.limit, self.total = max(limit, *needed), 0  # memory that it may hold, and that it holds
+        self.needed = needed  # memory that the forwards of every document that have not run will take
+        self.held: dict[int, int] = {}  # memory of every document that has begun, in order
+        self.growing: set[int] = set()  # those of them that need more
+        self.most_needed = 0  # by one of these
+        # The forward and backward of each stage that is next, and all heads, if their inputs have arrived.
+        self.ready: dict[tuple[str, int], _Choice] = {}
+        self.choices: list[_Choice] = []  # those of them that it has memory for, and a weight part
+        self.operations: list[Operation] = []
+        self.in_a_row = 0  # the last of them that are weight parts of one stage
+        self.free = 0  # when the last of them ends
 
 
 class _Ranks:
@@ -113,125 +132,119 @@ class _Ranks:
         # The forwards and backwards whose inputs have arrived.
         self._arrived: dict[str, list[dict[int, _Choice]]] = {kind: [{} for _ in load.forward] for kind in kinds}
         self._arrived[FORWARD][0] = {one: (0, -tail, 0, FORWARD, one) for one, tail in enumerate(tails[0][0])}
-        # Of these, the next of each stage and all heads, by kind and stage or micro-batch.
-        self._ready: list[dict[tuple[str, int], _Choice]] = [{} for _ in range(pp)]
-        self._ready[0][FORWARD, 0] = self._arrived[FORWARD][0][0]
-        self._own = [range(rank, self._stages, pp) for rank in range(pp)]
-        # The memory that the forwards of every document that have not run will take on each rank.
-        of_ranks = (np.bincount(self._document, load.held[rank::pp].sum(axis=0)) for rank in range(pp))
-        self._needed: list[list[int]] = [of_rank.astype(np.int64).tolist() for of_rank in of_ranks]
-        self._limits = [*map(max, limits, map(max, self._needed))]
-        self._total = [0] * pp  # memory that each rank holds
-        self._held: list[dict[int, int]] = [{} for _ in range(pp)]  # memory of every document that has begun, in order
-        self._growing: list[set[int]] = [set() for _ in range(pp)]  # those of them that need more
-        self._most_needed = [0] * pp  # by one of these
+        # The memory that the forwards of every document take on each rank.
+        needed = (np.bincount(self._document, load.held[rank::pp].sum(axis=0)).astype(np.int64) for rank in range(pp))
+        own = (range(rank, self._stages, pp) for rank in range(pp))
+        of_ranks = zip(range(pp), own, limits, (of.tolist() for of in needed), strict=True)
+        self.each = [_Rank(*of_rank) for of_rank in of_ranks]
+        self.each[0].ready[FORWARD, 0] = self._arrived[FORWARD][0][0]
         self._late: list[deque[int]] = [deque() for _ in load.forward]  # backwards of a stage with a weight part to run
-        self._in_a_row = [0] * pp  # the last weight parts of a rank that are of one stage
-        self._free = [0] * pp
-        self._choices: list[list[_Choice]] = [[] for _ in range(pp)]
         self.begins = [_NEVER] * pp  # when each rank can run its next operation
-        self.lists: list[list[Operation]] = [[] for _ in range(pp)]
-        for rank in range(pp):
-            self._look(rank)
+        self._look(self.each[0])
 
-    def run_one(self, rank: int) -> None:
-        """Let ``rank`` run, of the operations that are ready, the one with the longest remaining path."""
-        now = self.begins[rank]
-        _, stage, kind, micro_batch = min([choice[1:] for choice in self._choices[rank] if choice[0] <= now])
-        joins = kind == WEIGHT and self.lists[rank][-1][::2] == (stage, WEIGHT)
-        self._in_a_row[rank] = (kind == WEIGHT) + joins * self._in_a_row[rank]
-        self.lists[rank].append(Operation(stage, micro_batch, kind))
+    def run_one(self, number: int) -> None:
+        """Let a rank run, of the operations that are ready, the one with the longest remaining path."""
+        rank, now = self.each[number], self.begins[number]
+        _, stage, kind, micro_batch = min([choice[1:] for choice in rank.choices if choice[0] <= now])
+        joins = kind == WEIGHT and rank.operations[-1][::2] == (stage, WEIGHT)
+        rank.in_a_row = (kind == WEIGHT) + joins * rank.in_a_row
+        rank.operations.append(Operation(stage, micro_batch, kind))
         if kind == HEAD:
-            self._free[rank] = end = now + self._head_seconds[micro_batch]
-            del self._ready[rank][HEAD, micro_batch]
-            self._arrive(self._first_part, self._stages - 1, micro_batch, rank, end)
+            rank.free = end = now + self._head_seconds[micro_batch]
+            del rank.ready[HEAD, micro_batch]
+            self._arrive(self._first_part, self._stages - 1, micro_batch, number, end)
         else:
-            seconds = self._seconds[kind][stage][micro_batch] - joins * self._joined[stage][micro_batch]
-            self._free[rank] = end = now + seconds
+            rank.free = end = now + self._seconds[kind][stage][micro_batch]
             if kind == WEIGHT:
+                rank.free -= joins * self._joined[stage][micro_batch]
                 self._late[stage].popleft()
             else:
                 following = self._next[kind][stage] = next(self._order[kind][stage])
                 if following in self._arrived[kind][stage]:
-                    self._ready[rank][kind, stage] = self._arrived[kind][stage][following]
+                    rank.ready[kind, stage] = self._arrived[kind][stage][following]
                 else:
-                    del self._ready[rank][kind, stage]
+                    del rank.ready[kind, stage]
                 if kind == INPUT:
                     self._late[stage].append(micro_batch)
-                self._hand_on(rank, stage, kind, micro_batch, end)
-            if kind in (FORWARD, self._last_part):
-                self._hold(rank, stage, micro_batch, 1 if kind == FORWARD else -1)
+                self._hand_on(number, stage, kind, micro_batch, end)
+            if kind == FORWARD:
+                self._hold(rank, self._document[micro_batch], self._leaves[stage][micro_batch])
+            elif kind == self._last_part:
+                self._release(rank, self._document[micro_batch], self._leaves[stage][micro_batch])
         self._look(rank)
 
-    def _hold(self, rank: int, stage: int, micro_batch: int, sign: int) -> None:
-        """Count (``sign`` 1) or release (-1) the memory of a forward."""
-        document, leaves = self._document[micro_batch], self._leaves[stage][micro_batch]
-        held = self._held[rank]
-        held[document] = held.get(document, 0) + sign * leaves
-        self._total[rank] += sign * leaves
-        if not held[document]:
-            del held[document]
-        if sign > 0:
-            needed, growing = self._needed[rank], self._growing[rank]
-            needed[document] -= leaves
-            (growing.add if needed[document] else growing.discard)(document)
-            self._most_needed[rank] = max([needed[other] for other in growing], default=0)
+    def _hold(self, rank: _Rank, document: int, leaves: int) -> None:
+        """Count the memory of a forward."""
+        if leaves:
+            rank.total += leaves
+            rank.held[document] = rank.held.get(document, 0) + leaves
+            rank.needed[document] -= leaves
+            (rank.growing.add if rank.needed[document] else rank.growing.discard)(document)
+            rank.most_needed = max([rank.needed[other] for other in rank.growing], default=0)
 
-    def _hand_on(self, rank: int, stage: int, kind: str, micro_batch: int, end: int) -> None:
+    def _release(self, rank: _Rank, document: int, leaves: int) -> None:
+        """Release the memory of a forward."""
+        if leaves:
+            rank.total -= leaves
+            rank.held[document] -= leaves
+            if not rank.held[document]:
+                del rank.held[document]
+
+    def _hand_on(self, number: int, stage: int, kind: str, micro_batch: int, end: int) -> None:
         """Note when the result arrives at the operation that waits for it."""
         receiver = stage + (1 if kind == FORWARD else -1)
         if receiver == self._stages and self._head_seconds:
             to = self._head_rank[micro_batch]
-            since = end + self._transfer[micro_batch] * (to != rank)
-            self._ready[to][HEAD, micro_batch] = head = since, -self._head_tails[micro_batch], to, HEAD, micro_batch
-            if to != rank:
-                self._may_run(to, head)
+            since = end + self._transfer[micro_batch] * (to != number)
+            head = since, -self._head_tails[micro_batch], to, HEAD, micro_batch
+            self.each[to].ready[HEAD, micro_batch] = head
+            if to != number:
+                self._may_run(self.each[to], head)
         elif receiver == self._stages:
-            self._arrive(self._first_part, stage, micro_batch, rank, end)
+            self._arrive(self._first_part, stage, micro_batch, number, end)
         elif receiver >= 0:
-            self._arrive(kind, receiver, micro_batch, rank, end)
+            self._arrive(kind, receiver, micro_batch, number, end)
 
     def _arrive(self, kind: str, stage: int, micro_batch: int, sender: int, end: int) -> None:
         """Note when the input of an operation arrives, which ``sender`` has at ``end``."""
-        rank = stage % self._pp
-        since = end + self._transfer[micro_batch] * (rank != sender)
+        rank = self.each[stage % self._pp]
+        since = end if rank.number == sender else end + self._transfer[micro_batch]
         choice = since, -self._tails[kind][stage][micro_batch], stage, kind, micro_batch
         self._arrived[kind][stage][micro_batch] = choice
         if self._next[kind][stage] == micro_batch:
-            self._ready[rank][kind, stage] = choice
-            if rank != sender and (kind != FORWARD or self._has_room(rank, stage, micro_batch)):
+            rank.ready[kind, stage] = choice
+            if rank.number != sender and (kind != FORWARD or self._has_room(rank, stage, micro_batch)):
                 self._may_run(rank, choice)
 
-    def _may_run(self, rank: int, choice: _Choice) -> None:
+    def _may_run(self, rank: _Rank, choice: _Choice) -> None:
         """Let ``rank``, which has run nothing since it last looked, choose ``choice`` too."""
-        self._choices[rank].append(choice)
-        self.begins[rank] = min(self.begins[rank], max(self._free[rank], choice[0]))
+        rank.choices.append(choice)
+        self.begins[rank.number] = min(self.begins[rank.number], max(rank.free, choice[0]))
 
-    def _look(self, rank: int) -> None:
+    def _look(self, rank: _Rank) -> None:
         """Find what ``rank`` can run after an operation."""
-        ready = self._ready[rank].values()
+        ready = rank.ready.values()
         choices = [one for one in ready if one[3] != FORWARD or self._has_room(rank, one[2], one[4])]
-        if late := [stage for stage in self._own[rank] if self._late[stage]]:
+        if late := [stage for stage in rank.own if self._late[stage]]:
             choices.append(self._weight_part(rank, late))
-        self._choices[rank] = choices
-        self.begins[rank] = max(self._free[rank], min(choices)[0]) if choices else _NEVER
+        rank.choices = choices
+        self.begins[rank.number] = max(rank.free, min(choices)[0]) if choices else _NEVER
 
-    def _weight_part(self, rank: int, late: list[int]) -> _Choice:
+    def _weight_part(self, rank: _Rank, late: list[int]) -> _Choice:
         """The weight part to run next, of one of the stages ``late``: of the last one's, or of that with the most."""
-        row, stage = self._in_a_row[rank], self.lists[rank][-1].stage
+        row, stage = rank.in_a_row, rank.operations[-1].stage
         goes_on = row > 0 and stage in late
         if not goes_on:
-            stage = max(late, key=lambda one: len(self._late[one]))
+            stage = max(late, key=lambda one: len(self._late[one])) if len(late) > 1 else late[0]
         micro_batch = self._late[stage][0]
         first = goes_on and row < _IN_A_ROW and self._joined[stage][micro_batch] > 0
         return 0, -_NEVER if first else 1, stage, WEIGHT, micro_batch
 
-    def _has_room(self, rank: int, stage: int, micro_batch: int) -> bool:
+    def _has_room(self, rank: _Rank, stage: int, micro_batch: int) -> bool:
         """Whether every document that has begun can still finish once those before it have gone backward."""
-        held, needed = self._held[rank], self._needed[rank]
         document, leaves, older = self._document[micro_batch], self._leaves[stage][micro_batch], 0
-        spare = self._limits[rank] - self._total[rank] - leaves
-        most = max(self._most_needed[rank], needed[document])
+        held, needed, spare = rank.held, rank.needed, rank.limit - rank.total - leaves
+        most = max(rank.most_needed, needed[document])
         if most <= spare:
             return True
         for other in held if document in held else (*held, document):
