@@ -47,7 +47,7 @@ STACKS = {
     ),
     "torch": Stack("2.15.0", ["torch==2.15.0"]),
     "torchtitan": Stack("0.3.0", ["torchtitan==0.3.0", "triton"], TITAN),
-    "torchtitan main": Stack("", ["torchtitan==0.3.0", "triton", "grain"], TITAN, "torchtitan"),  # for what it needs
+    "torchtitan main": Stack("", ["datasets<4.8", "grain", "spmd_types==0.2.3", "triton", "tyro"], TITAN, "torchtitan"),
     "Megatron-LM": Stack("", ["triton"], MEGATRON, "megatron"),
 }
 FEATURES = (
