@@ -92,13 +92,13 @@ def _under_accelerate(stateful: bool) -> tuple[list[int], bool, str]:
     model = nn.Linear(1, 1)
     model, optimizer, prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader())
     shadowed = wlb.shadow(prepared, every=8)
-    seen = []
-    for batch in accelerator.prepare(shadowed):
+    seen, other = [], accelerator.prepare(loader())
+    for batch, _ in zip(accelerator.prepare(shadowed), other, strict=True):
         accelerator.backward(model(batch[:, :1].float()).sum())
         optimizer.step()
         seen.append(int(batch[0, 0]))
         if stateful:
-            assert shadowed.state_dict()["_num_yielded"] == len(seen)
+            assert shadowed.state_dict()["_num_yielded"] == other.state_dict()["_num_yielded"]
     return seen, shadowed.gain is not None, str(too_early.value)
 
 
