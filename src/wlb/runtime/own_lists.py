@@ -260,7 +260,7 @@ def complete_gradients(unit: FSDPModule) -> None:
         for param in group.fsdp_params:
             weight = param.unsharded_param
             if weight.requires_grad and weight.grad is None and param.unsharded_accumulated_grad is None:
-                weight.grad = torch.zeros_like(weight)
+                weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)  # from torch 2.15 on the reduction's
     end_backward(unit)
 
 

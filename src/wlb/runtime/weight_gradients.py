@@ -105,5 +105,5 @@ def _add(layer: nn.Linear, parts: Sequence[_Rows]) -> None:
     columns = gradient.t()
     of_bias = () if layer.bias is None else ((layer.bias, columns.sum(1)),)
     for weight, more in ((layer.weight, columns @ x.to(gradient.dtype)), *of_bias):
-        more = more.to(weight.dtype)
+        more = more.to(weight.grad_dtype)
         weight.grad = more if weight.grad is None else weight.grad.add_(more)
