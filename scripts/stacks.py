@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "src" / "wlb" / "integrations" / "tested.json"
 PAGE = ROOT / "docs" / "index.md"
 BEGIN, END = "<!-- made by scripts/stacks.py -->\n", "<!-- end -->\n"
-HF = ("tests/integrations", "tests/runtime/test_own_lists.py", "tests/test_examples.py")
+EXAMPLES = "tests/test_examples.py::test_an_example_trains_every_document_once"
+HF = ("tests/integrations", "tests/runtime/test_own_lists.py", EXAMPLES)
 TITAN, MEGATRON = ("tests/integrations/test_torchtitan.py",), ("tests/integrations/test_megatron.py",)
 
 
