@@ -95,8 +95,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], ModelShape]] = {
     ),
     "deepseek_v32": (INDEXED, SPARSE),
     "glm_moe_dsa": (
-        INDEXED | {"index_topk_freq": 3, "index_skip_topk_offset": 1},
-        replace(SPARSE, indexer=Indexer(16, 3, 12, layers=2)),
+        INDEXED | {"index_topk_freq": 2, "index_skip_topk_offset": 2},
+        replace(SPARSE, indexer=Indexer(16, 3, 12, layers=3)),
     ),
     "qwen3_next": (
         ROUTED | DELTA | {"shared_expert_intermediate_size": 40, "mlp_only_layers": []},

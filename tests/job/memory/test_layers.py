@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.attention.live_bytes import LiveBytes
 from tests.cases import in_turn
-from wlb.job.memory.layers import LayerMemory, Unit
+from wlb.job.memory.layers import LayerMemory, Unit, kept_share
 from wlb.models.experts import Routing
 from wlb.models.transformer import Transformer, TransformerConfig, rotary_angles
 from wlb.runtime.batch import ShardedAttention
@@ -132,6 +132,13 @@ def test_a_linear_layer_holds_its_inputs_and_nothing_of_other_ranks():
     norm = ROWS * (2 * 64 + 1) + ROWS * 64  # with its output
     assert mixing.held - bare.held == 4 * (norm + 4 * ROWS * 160)
     assert bare.weights == 64 * (2 * 60 + 3 * 72 + 2 * 6) + 64
+
+
+def test_slices_of_a_hybrid_keep_keys_and_values_where_it_attends():
+    linear = LinearLayer("mamba2", heads=6, key_heads=3, key_dim=20, value_dim=12)
+    hybrid = replace(SHAPE, layers=3, pattern="M-*-*-", linear=linear)
+    shares = [kept_share(simulated_job(shape, 2 * ROWS, "plain-4d", hardware="cpu", cp=2)) for shape in (hybrid, SHAPE)]
+    assert shares[0] == pytest.approx(shares[1] * 2 / 3)
 
 
 def test_every_weight_is_counted():
