@@ -3,7 +3,7 @@
     wlb prepare --stdlib --train-bpe 1024 --out demo/corpus
     torchrun --standalone --nproc-per-node 8 examples/with_torchtitan.py demo/corpus
 
-For torchtitan 0.3.0; docs/stacks/torchtitan.md has main's. ``tests/integrations/test_torchtitan.py`` trains
+For torchtitan 0.3.0; docs/stacks/pretraining.md has main's. ``tests/integrations/test_torchtitan.py`` trains
 like this on CPUs, with exact gradients.
 """
 
