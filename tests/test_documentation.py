@@ -252,7 +252,7 @@ def test_names_that_others_load_exist(where: str, name: str):
 
 
 def test_settings_that_torchtitan_loads_are_those_of_its_loader():
-    (page,) = (block.text for block in BLOCKS if block.page.stem == "torchtitan" and block.language == "text")
+    (page,) = (block.text for block in BLOCKS if "--override.imports" in block.text and block.language == "text")
     (given,) = re.findall(r"balance=({.+})'", page)
     module = ast.parse((ROOT / "src" / "wlb" / "integrations" / "torchtitan.py").read_text())
     (loader,) = (each for each in module.body if isinstance(each, ast.ClassDef) and each.name == "BalancedDataLoader")
