@@ -32,7 +32,7 @@ from wlb.schedules.layout import Layout
 from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
-from wlb.simulate.search import DRAWS, SearchResult, Told, fastest_layout, layout_of
+from wlb.simulate.search import DRAWS, SearchResult, Told, fastest_layout, layout_of, without_collection
 from wlb.simulate.space import SearchSpace, measured_name
 from wlb.simulate.verdict import (
     BALANCED,
@@ -106,6 +106,7 @@ class Estimate:
         }
 
 
+@without_collection()
 def estimate(
     space: SearchSpace,
     lengths: NDArray[np.int64],

