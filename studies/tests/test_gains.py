@@ -17,13 +17,19 @@ def test_a_row_says_what_check_says_and_a_job_without_a_layout_nothing(monkeypat
     monkeypatch.setattr(gains, "WINDOWS", (8192,))
     monkeypatch.setattr(gains, "GPUS", (2,))
     monkeypatch.setattr(gains, "BATCH_TOKENS", 2**16)
-    small, large = gains.run(Settings(out=tmp_path)).tables[0].rows
+    report = gains.run(Settings(out=tmp_path))
+    small, large = report.tables[0].rows
     lengths = sample_lengths(gains.documents_of(8192, 2**16), 8192, 0)
     space = search_space("550m", 2, 8192, lengths, batch_tokens=2**16)
     verdict = estimate(space, lengths, source="synthetic").verdict
     speeds = verdict.speed("per-document-4d"), verdict.speed("balanced")
     assert small[:6] == ("550m", "8K", 2, sum(verdict.lost.values()), *speeds)
     assert large == ("70b", "8K", 2, *[None] * 8)
+
+    monkeypatch.setattr(gains, "_row", lambda settings, *job: ["computed"] * 8)  # what is done is not computed again
+    assert gains.run(Settings(out=tmp_path)).tables == report.tables
+    again = gains.run(Settings(out=tmp_path, seed=1)).tables[0].rows
+    assert [row[3] for row in again] == ["computed"] * 2
 
 
 def test_mixtures_are_compared_in_layouts_with_ep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
