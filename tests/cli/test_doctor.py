@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import run
+from tests.cli.conftest import refusal, run
 from wlb.integrations import environment
 
 LLAMA = {
@@ -141,6 +141,10 @@ def test_a_model_is_a_problem_only_if_nothing_here_trains_it(tmp_path, installed
     status, found = diagnosis("--model", written(tmp_path / "broken", {"model_type": "llama"}))
     assert status == 1
     assert "hidden_size" in found["model"]["wlb check"]
+    status, found = diagnosis("--model", "nemotron-h-8b")  # a preset that is only priced
+    assert (status, found["problems"]) == (1, [f"model: {found['model']['wlb train']}"])
+    for name, message in (("nosuch", "unknown model 'nosuch'"), (str(tmp_path), "holds no config.json")):
+        assert message in refusal("doctor", "--model", name)
 
 
 def test_here_the_screen_has_a_row_for_torch():

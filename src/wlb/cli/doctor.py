@@ -32,6 +32,8 @@ def doctor(
 
     Example: wlb doctor --model llama3-8b
     """
+    if model is not None:
+        _check_exists(model)
     with stderr.status("importing what is installed"):
         packages = environment.find_packages()
         device = {} if "torch" not in packages or packages["torch"]["error"] else environment.find_gpus()
@@ -69,6 +71,15 @@ def _refusal(use: Callable[[str], None], model: str) -> str:
     return ""
 
 
+def _check_exists(model: str) -> None:
+    if Path(model).exists():
+        from wlb.workload.model_json import read_config_json
+
+        read_config_json(Path(model))
+    else:
+        _price(model)
+
+
 def _price(model: str) -> None:
     from wlb.workload import make_workload
 
@@ -76,9 +87,12 @@ def _price(model: str) -> None:
 
 
 def _configure(model: str) -> None:
-    if Path(model).exists():
-        from wlb.models.huggingface.config_json import read_config
+    from wlb.models.huggingface.config_json import read_config
+    from wlb.models.transformer import check_built
+    from wlb.workload import model_shape
 
+    check_built(model_shape(model))
+    if Path(model).exists():
         read_config(Path(model))
 
 
@@ -97,11 +111,10 @@ def _pack(model: str) -> None:
 
 
 def _untrained(routes: Mapping[str, str]) -> Iterator[str]:
-    ways = {name: why for name, why in routes.items() if name != "wlb check"}
-    if routes.get("wlb check"):
-        yield f"model: {routes['wlb check']}"
-    elif ways and all(ways.values()):
-        yield "model: nothing here trains it"
+    """The refusal of a model that is not priced, or that no way of training takes."""
+    price, *ways = routes.values() if routes else [""]
+    if price or (ways and all(ways)):
+        yield f"model: {price or ways[0]}"
 
 
 def _show(found: Mapping[str, Any], model: str | None, routes: Mapping[str, str], problems: Iterable[str]) -> None:
