@@ -40,7 +40,7 @@ def test_what_may_not_wrap_stays_whole(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_title_and_notes_have_the_width_of_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(console, "stdout", Console(width=80))
+    monkeypatch.setattr(console.stdout, "width", 80)
     note = "a note of 64 columns, which is far wider than the [narrow] table"
     console.show_columns({"a": ["1"]}, title=note, notes={"a": f"{note}\n{note} and a path/{'x' * 20}/of/its.own"})
     lines = capsys.readouterr().out.splitlines()

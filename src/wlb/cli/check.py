@@ -79,15 +79,12 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
         emit_json(found.to_json())
         return
     said = what_was_read(read, tokens, space.context_window)
-    stdout.print(f"{said}\n", markup=False, highlight=False)
+    stdout.print(f"{said}\n")
     show_estimate(found)
     if found.config:
         gpus = number_of(space.gpus, "GPU")
-        stdout.print(
-            f"On {gpus} {found.verdict.winner} saves {found.gpu_hours_a_day:,.0f} GPU-hours a day. Its job:\n",
-            highlight=False,
-        )
-        stdout.print(found.config, markup=False, highlight=False, soft_wrap=True)
+        stdout.print(f"On {gpus} {found.verdict.winner} saves {found.gpu_hours_a_day:,.0f} GPU-hours a day. Its job:\n")
+        stdout.print(found.config, soft_wrap=True)
     if asked.tokenizer is None:
         show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))
     else:
@@ -127,6 +124,6 @@ def show_estimate(found: "Estimate") -> None:
 
     verdict = found.verdict
     for line in (verdict.headline, *verdict.reasons, "", *about(found), ""):
-        stdout.print(line, markup=False, highlight=False)
+        stdout.print(line)
     columns = columns_of(verdict)
     show_columns(columns, notes={next(iter(columns)): note_on(verdict)})

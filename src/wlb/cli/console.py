@@ -15,7 +15,7 @@ from wlb.terminal import next_command, tell, wrapped
 
 _ANY_WIDTH = 1000  # more columns than any table has: a file or a pipe has no right edge
 
-stdout = Console(width=None if sys.stdout.isatty() else _ANY_WIDTH)
+stdout = Console(width=None if sys.stdout.isatty() else _ANY_WIDTH, markup=False, highlight=False)
 stderr = Console(stderr=True)
 
 
@@ -63,7 +63,7 @@ def print_table(table: Table) -> None:
 def _print_prose(text: object) -> None:
     if text:
         lines = wrapped(str(text), stdout.width)
-        stdout.print(lines, style="italic", markup=False, highlight=False, soft_wrap=True)
+        stdout.print(lines, style="italic", soft_wrap=True)
 
 
 def emit_json(value: Any) -> None:
@@ -74,7 +74,7 @@ def emit_json(value: Any) -> None:
 def show_next(*words: object) -> None:
     """Print the next command to run; nothing if it would have to read standard input again."""
     if words and "-" not in words:
-        stdout.print(next_command(*words), markup=False, highlight=False, soft_wrap=True)
+        stdout.print(next_command(*words), soft_wrap=True)
 
 
 def note(text: str) -> None:

@@ -127,15 +127,13 @@ def _show(found: Mapping[str, Any], model: str | None, routes: Mapping[str, str]
     kernels = [f"{name} {packages[name]['version']}" for name in environment.KERNELS if name in packages]
     _line("kernels", ", ".join(kernels) or "none installed")
     if stacks := {name: packages[name] for name in environment.STACKS if name in packages}:
-        show_columns(
-            {
-                "stack": [*stacks],
-                "version": [one["version"] for one in stacks.values()],
-                "imports": ["fails" if one["error"] else "works" for one in stacks.values()],
-                "tested with this version": [_tested(one) for one in stacks.values()],
-            },
-            words=["stack", "version", "imports", "tested with this version"],
-        )
+        columns = {
+            "stack": [*stacks],
+            "version": [one["version"] for one in stacks.values()],
+            "imports": ["fails" if one["error"] else "works" for one in stacks.values()],
+            "tested with this version": [_tested(one) for one in stacks.values()],
+        }
+        show_columns(columns, words=columns)
     for way, refusal in routes.items():
         _line(way, f"{model}: refused: {refusal}" if refusal else f"{model}: works")
     for problem in problems:
@@ -144,7 +142,7 @@ def _show(found: Mapping[str, Any], model: str | None, routes: Mapping[str, str]
 
 def _line(what: str, says: str) -> None:
     line = wrapped(f"{what:<14}{says}", stdout.width)
-    stdout.print(line, markup=False, highlight=False, soft_wrap=True)
+    stdout.print(line, soft_wrap=True)
 
 
 def _gpus(device: Mapping[str, Any]) -> str:

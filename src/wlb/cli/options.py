@@ -70,6 +70,9 @@ LengthColumn = Annotated[
 ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
 BatchTokens = Annotated[int | None, number_of_tokens("Tokens of a step (the global batch), such as 16M; default: 4M.")]
 Tp = Annotated[int | None, number("Tensor-parallel size; default: up to 8, with 512 columns left on each GPU.")]
+Steps = Annotated[
+    int | None, number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows.")
+]
 Model = Annotated[
     str,
     typer.Option(
@@ -179,9 +182,7 @@ class JobOptions:
     micro_batch_tokens: Annotated[
         int | None, number_of_tokens("Tokens of a micro-batch of your job, in whole windows; default: one window.")
     ] = None
-    steps: Annotated[
-        int | None, number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows.")
-    ] = None
+    steps: Steps = None
 
     def space(self, context: typer.Context, source: str | None, lengths: "NDArray[np.int64]") -> "SearchSpace":
         """The job on documents of ``lengths``, with its assumptions.

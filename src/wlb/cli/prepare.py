@@ -129,17 +129,13 @@ def prepare(
         emit_json(report.to_json())
         return
     indexes = [path for path in report.files if path.endswith(".idx")]
-    stdout.print(
-        what_was_read(corpus.name, np.concatenate([read_index(path).lengths() for path in indexes])),
-        markup=False,
-        highlight=False,
-    )
+    stdout.print(what_was_read(corpus.name, np.concatenate([read_index(path).lengths() for path in indexes])))
     made = f"{out}-*" if ray is not None else report.files[-1].removesuffix(".idx")
     _show(report, made)
     if "missing_field" in report.rejects and ray is None:  # else another process knows which
-        stdout.print(corpus.described_fields(), markup=False, highlight=False)
+        stdout.print(corpus.described_fields())
     if chat_format is not None and chat_format.is_chatml:
-        stdout.print("the tokenizer has no chat template: conversations are written as ChatML", highlight=False)
+        stdout.print("the tokenizer has no chat template: conversations are written as ChatML")
     if report.documents_out:
         show_next("check", made)
 
@@ -152,10 +148,7 @@ def _check(source: str, json: bool) -> None:
     if json:
         emit_json({"store": source, "documents": len(store), "tokens": store.tokens})
     else:
-        stdout.print(
-            f"{source} is whole: {number_of(len(store), 'document')}, {number_of(store.tokens, 'token')}",
-            highlight=False,
-        )
+        stdout.print(f"{source} is whole: {number_of(len(store), 'document')}, {number_of(store.tokens, 'token')}")
         show_next("check", source)
 
 
@@ -205,4 +198,4 @@ def _show(report: "PrepareReport", made: str) -> None:
     title = f"Token store {made}"
     show_columns({"": [*rows], "documents": documents, "tokens": tokens}, title=title)
     skipped = f"; skipped {number_of(report.skipped_files, 'file')} of other kinds" if report.skipped_files else ""
-    stdout.print(f"vocabulary {report.vocab_size:,}, end token {report.end_token}{skipped}", highlight=False)
+    stdout.print(f"vocabulary {report.vocab_size:,}, end token {report.end_token}{skipped}")

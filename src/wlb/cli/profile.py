@@ -109,8 +109,8 @@ def profile(
         return
     _show(accuracy, f"{measured.machine}, {how}")
     lengths = ", ".join(f"{tokens:,} ({name})" for name, tokens in crossover.items() if tokens)
-    stdout.print(f"tokens at which a document's attention costs as much as everything else: {lengths}", highlight=False)
-    stdout.print(f"profile: {out}", highlight=False)
+    stdout.print(f"tokens at which a document's attention costs as much as everything else: {lengths}")
+    stdout.print(f"profile: {out}")
     documents = f"synthetic:{_DOCUMENTS}:{settings.max_length}:0"
     show_next("check", documents, "--profile", out, "--hardware", preset)
 

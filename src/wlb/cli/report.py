@@ -71,8 +71,8 @@ def report(
     if json:
         emit_json({"out": str(out), **summary})
     else:
-        stdout.print(said + summary["verdict"], markup=False, highlight=False)
-        stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)", markup=False)
+        stdout.print(said + summary["verdict"])
+        stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)")
         if "config_file" in summary:
             job = summary["config_file"]
             if names_store(source):

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from wlb.workload.profile import WorkloadProfile
 
 _DOCUMENTS = 100_000  # synthetic ones, where no lengths are given
-_NEAREST = 3  # layouts of each system
-
+_IMBALANCES = {"gpus": "GPUs", "micro_batches": "micro-batches", "cp": "cp ranks", "dp": "dp ranks"}
 
 _Systems = Annotated[
     str | None, options.list_of_names("Presets, see wlb check; default: all, or a configuration and plain-4d.")
@@ -82,11 +81,8 @@ class SimulateOptions:
             priced = {"model": named.model} if self.profile is None else {"profile": self.profile}
             asked = priced | {"hardware": self.hardware, "gpus": job.layout.world_size}
             asked |= {"context_window": named.context_window, "batch_tokens": job.global_batch * named.context_window}
-            return [
-                "report",
-                *sources,
-                *(x for name, value in asked.items() for x in (f"--{name.replace('_', '-')}", value)),
-            ]
+            words = (word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value))
+            return ["report", *sources, *words]
         if not all(map(names_store, job.data.stores)):
             return []
         settings = [word for one in self.settings or () for word in ("--set", one)]
@@ -102,7 +98,8 @@ class SimulateOptions:
         if self.settings:
             raise UserError("--set overrides a configuration file; a named job has none")
         named = NAMED_JOBS[self.job]
-        layout, source = named.layout, _synthetic(named.context_window) if lengths is None else lengths
+        layout, synthetic = named.layout, f"synthetic:{_DOCUMENTS}:{named.context_window}:0"
+        source = synthetic if lengths is None else lengths
         documents = _lengths([source], self.length_column)
         space = search_space(
             named.model,
@@ -147,10 +144,7 @@ def simulate(
             help="Document lengths, as for wlb check; default: the job's store, or synthetic.",
         ),
     ] = None,
-    steps: Annotated[
-        int | None,
-        options.number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows."),
-    ] = None,
+    steps: options.Steps = None,
     json: options.Json = False,
 ) -> None:
     """Simulate steps of a job on any number of GPUs, and say where their time goes.
@@ -174,32 +168,21 @@ def simulate(
     _warn_of_memory(jobs)
     if asked.trace is not None:
         _write_trace(asked.trace, jobs, documents, verdict.warm_up + verdict.steps)
-    profile = asked.profile and asked.profile.name
-    shown = {
-        "job": asked.job,
-        "lengths": " + ".join(map(source_name, sources)),
-        "hardware": asked.hardware,
-        "profile": profile,
-    }
+    shown = {"job": asked.job, "lengths": " + ".join(map(source_name, sources)), "hardware": asked.hardware}
+    shown |= {"profile": asked.profile and asked.profile.name}
     if json:
         emit_json(shown | verdict.to_json())
     else:
         window = verdict.systems[verdict.base].job.context_window
         said = what_was_read(str(shown["lengths"]), joined_lengths(documents), window)
-        stdout.print(f"{said}\n", markup=False, highlight=False)
+        stdout.print(f"{said}\n")
         _show_simulation(verdict, shown)
         if asked.trace is not None:
-            stdout.print(
-                f"trace: {asked.trace} (open it at ui.perfetto.dev)", markup=False, highlight=False, soft_wrap=True
-            )
+            stdout.print(f"trace: {asked.trace} (open it at ui.perfetto.dev)", soft_wrap=True)
         show_next(*asked.follows(verdict.systems[verdict.base].job, sources))
 
 
-def _synthetic(context_window: int) -> str:
-    return f"synthetic:{_DOCUMENTS}:{context_window}:0"
-
-
-def _lengths(sources: Sequence[StoreSource], column: str | None = None) -> Any:
+def _lengths(sources: Sequence[StoreSource], column: str | None) -> Any:
     from wlb.documents.lengths import read_lengths
 
     read = [read_lengths(source, column=column) for source in sources]
@@ -240,7 +223,7 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
     from wlb.simulate import CAUSES
     from wlb.simulate.estimate import CONFIGURED
 
-    stdout.print(f"{verdict}\n", markup=False, highlight=False)
+    stdout.print(f"{verdict}\n")
     results = verdict.systems
     systems, first = list(results.values()), results[verdict.base]
     causes = [cause for cause in CAUSES if any(abs(r.where[cause]) > 5e-4 for r in systems)]  # not shown as 0.000
@@ -250,20 +233,17 @@ def _show_simulation(verdict: Verdict, shown: dict[str, Any]) -> None:
         "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in systems],
         **{cause: [f"{round(r.where[cause], 3) + 0.0:.3f}" for r in systems] for cause in causes},
         "step": [f"{r.mean_step_seconds:.3f}" for r in systems],
-        "imbalance: GPUs": [f"{r.imbalance['gpus']:.3f}" for r in systems],
-        "imbalance: micro-batches": [f"{r.imbalance['micro_batches']:.3f}" for r in systems],
-        "imbalance: cp ranks": [f"{r.imbalance['cp']:.3f}" for r in systems],
-        "imbalance: dp ranks": [f"{r.imbalance['dp']:.3f}" for r in systems],
-        "mean token delay, steps": [f"{results[name].token_delay:.3f}" for name in results],
+        **{f"imbalance: {what}": [f"{r.imbalance[key]:.3f}" for r in systems] for key, what in _IMBALANCES.items()},
+        "mean token delay, steps": [f"{r.token_delay:.3f}" for r in systems],
         "tokens per step, CV": [f"{r.tokens_cv:.3f}" for r in systems],
         "attention kept": [f"{r.attention_kept:.0%}" for r in systems],
     }
-    jobs = {name: result.job for name, result in results.items()}
     windows = number_of(first.job.global_batch, "window")
     priced = f"profile {shown['profile']}, links of {shown['hardware']}" if shown["profile"] else shown["hardware"]
     columns = dict(zip(results, map(list, zip(*rows.values(), strict=True)), strict=True))
     epochs = max(result.epochs for result in systems)
     repeated = f"{too_few(epochs)}\n" if epochs > 1 else ""
+    jobs = {name: result.job for name, result in results.items()}
     same = [name for name in results if name != CONFIGURED and jobs[name] == jobs.get(CONFIGURED)]
     if same:
         del columns[CONFIGURED]

@@ -114,7 +114,7 @@ def _print(config: Path, result: "DryRun") -> None:
         imbalance = ", ".join(f"{name.replace('_', '-')} {value:.3f}" for name, value in simulated.imbalance.items())
         stdout.print(f"imbalance (slowest over mean): {imbalance}")
     if result.not_simulated is not None:
-        stdout.print(f"not simulated: {result.not_simulated}", markup=False, highlight=False)
+        stdout.print(f"not simulated: {result.not_simulated}")
     if result.speed is not None:
         stdout.print(
             f"simulated: {result.speed:.2f}x the tokens per second of plain-4d; wlb simulate {config} says why"
@@ -124,4 +124,4 @@ def _print(config: Path, result: "DryRun") -> None:
     if result.problems:
         stdout.print("\nwould stop the job at its start:")
     for problem in result.problems:
-        stdout.print(f"- {problem}", markup=False, highlight=False)
+        stdout.print(f"- {problem}")

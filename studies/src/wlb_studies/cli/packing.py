@@ -182,6 +182,8 @@ def show_comparison(results: Sequence[MethodResult], title: str) -> None:
     show_columns(with_room(columns, wide_only), title=title, notes=_NOTES)
     for r in results:
         if r.documents_in != r.documents_out:
-            stdout.print(f"[red]{r.method} trained {r.documents_out:,} of {r.documents_in:,} documents[/red]")
+            stdout.print(
+                f"[red]{r.method} trained {r.documents_out:,} of {r.documents_in:,} documents[/red]", markup=True
+            )
     if all(r.documents_in == r.documents_out for r in results):
         stdout.print(f"every method trained all {number_of(results[0].documents_in, 'document')}, each token once ✓")

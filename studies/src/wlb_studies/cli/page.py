@@ -31,9 +31,7 @@ def page(
     """
     require("streamlit", "page", "wlb-studies")
     chosen, key = _free(port), secrets.token_urlsafe(16)
-    stdout.print(
-        f"wlb-studies page: http://{_ADDRESS}:{chosen}/{key}  (Ctrl-C ends it)", highlight=False, soft_wrap=True
-    )
+    stdout.print(f"wlb-studies page: http://{_ADDRESS}:{chosen}/{key}  (Ctrl-C ends it)", soft_wrap=True)
     settings = {
         "SERVER_ADDRESS": _ADDRESS,
         "SERVER_PORT": str(chosen),

@@ -115,14 +115,14 @@ _VERDICTS = {True: "[green]holds[/green]", False: "[red]does not hold[/red]", No
 
 
 def _print(report: Report) -> None:
-    stdout.print(f"[bold]{report.title}[/bold]\ndocuments: {report.documents}")
+    stdout.print(f"[bold]{report.title}[/bold]\ndocuments: {report.documents}", markup=True)
     for table in report.tables:
-        stdout.print(f"\n{table.title}", markup=False, highlight=False)
+        stdout.print(f"\n{table.title}")
         _show(table)
     for finding in report.findings:
-        stdout.print(f"{_VERDICTS[finding.holds]}: {finding.statement} ({finding.evidence})")
+        stdout.print(f"{_VERDICTS[finding.holds]}: {finding.statement} ({finding.evidence})", markup=True)
     for note in report.notes:
-        stdout.print(f"[dim]· {note}[/dim]")
+        stdout.print(f"[dim]· {note}[/dim]", markup=True)
 
 
 def _show(table: Table) -> None:

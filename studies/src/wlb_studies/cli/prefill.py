@@ -180,7 +180,7 @@ def _show(
     )
     for r in results:
         if len(r.groups) > 1:
-            stdout.print(f"{r.method}, share of the tokens: {', '.join(_main_groups(r))}", highlight=False)
+            stdout.print(f"{r.method}, share of the tokens: {', '.join(_main_groups(r))}")
 
 
 def _main_groups(result: PrefillResult) -> list[str]:

@@ -91,11 +91,10 @@ def thresholds(
         f"{_UNTUNED}, with nothing to tune but L_max, has {speed:.3f} times the tuned setting's tokens per second, an "
         f"imbalance degree of {untuned.imbalance_degree:.3f} ({tuned.imbalance_degree:.3f}) and a token delay of "
         f"{untuned.mean_token_delay:.2f} ({tuned.mean_token_delay:.2f})",
-        highlight=False,
     )
     stdout.print("recommended configuration:\n")
     lines = (f"{name} = {json_module.dumps(value)}" for name, value in recommended.items())
-    stdout.print("\n".join(["[packing]", *lines, ""]), markup=False, highlight=False, soft_wrap=True)
+    stdout.print("\n".join(["[packing]", *lines, ""]), soft_wrap=True)
     show_next("report", lengths, *asked.given_again(context, job))
 
 
