@@ -29,4 +29,4 @@ def test_places_as_a_plain_search_does(some, bins, room, limit):
     lengths, prices = [length for length, _ in some], [float(price) for _, price in some]
     loads, rooms = [0.0] * bins, [room] * bins
     owners = into_lightest(lengths, prices, loads, rooms, limit)
-    assert (owners, loads, rooms) == placed_plainly(lengths, prices, bins, room, limit)
+    assert (owners.tolist(), loads, rooms) == placed_plainly(lengths, prices, bins, room, limit)

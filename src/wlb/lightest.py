@@ -4,6 +4,9 @@ import math
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 def into_lightest(
     tokens: Sequence[int],
@@ -12,7 +15,7 @@ def into_lightest(
     rooms: list[int],
     limit: float = math.inf,
     most: int | None = None,
-) -> list[int]:
+) -> NDArray[np.int64]:
     """Put each document, in the given order, into the lightest bin that has room for its ``tokens``.
 
     Bins hold ``loads`` and have ``rooms`` tokens left; both lists are updated. Each gets at most ``most`` documents.
@@ -37,4 +40,4 @@ def into_lightest(
             owners.append(index)
         else:
             owners.append(-1)
-    return owners
+    return np.array(owners, np.int64)

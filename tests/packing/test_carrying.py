@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, WORKLOADS
 from wlb.documents.segments import Segment
-from wlb.packing.carrying import OpenMicroBatches, longest_first
+from wlb.packing.carrying import OpenMicroBatches
 from wlb.packing.packer import Pending
 
 
@@ -41,7 +41,7 @@ def placed_plainly(items, micro_batches, capacity):
 )
 def test_heaps_place_as_a_plain_search_does(lengths, micro_batches, capacity, workload, sort):
     items = pending(lengths, workload)
-    items = longest_first(items) if sort else items
+    items = sorted(items, key=lambda item: -item.length) if sort else items
     filled = OpenMicroBatches(micro_batches, capacity)
     half = len(items) // 2
     left_over = filled.place(items[:half]) + filled.place(items[half:])

@@ -168,13 +168,17 @@ def simulate(
     _warn_of_memory(jobs)
     if asked.trace is not None:
         _write_trace(asked.trace, jobs, documents, verdict.warm_up + verdict.steps)
-    shown = {"job": asked.job, "lengths": " + ".join(map(source_name, sources)), "hardware": asked.hardware}
-    shown |= {"profile": asked.profile and asked.profile.name}
+    shown: dict[str, Any] = {
+        "job": asked.job,
+        "lengths": " + ".join(map(source_name, sources)),
+        "hardware": asked.hardware,
+    }
+    shown["profile"] = asked.profile and asked.profile.name
     if json:
         emit_json(shown | verdict.to_json())
     else:
         window = verdict.systems[verdict.base].job.context_window
-        said = what_was_read(str(shown["lengths"]), joined_lengths(documents), window)
+        said = what_was_read(shown["lengths"], joined_lengths(documents), window)
         stdout.print(f"{said}\n")
         _show_simulation(verdict, shown)
         if asked.trace is not None:

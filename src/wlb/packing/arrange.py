@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.lightest import into_lightest
+from wlb.packing.exchanges import members_of
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.layout import Layout
 from wlb.schedules.timing import pipeline_makespan
@@ -82,13 +83,10 @@ def arrange(
 
 def _balanced(micro_batches: Sequence[MicroBatch], dp: int) -> list[list[MicroBatch]]:
     """Heaviest first, each to the lightest rank that has a place left."""
-    ranks: list[list[MicroBatch]] = [[] for _ in range(dp)]
     falling = sorted(micro_batches, key=lambda m: m.workload, reverse=True)
     places = [len(falling) // dp] * dp
     owners = into_lightest([1] * len(falling), [m.workload for m in falling], [0.0] * dp, places)
-    for micro_batch, rank in zip(falling, owners, strict=True):
-        ranks[rank].append(micro_batch)
-    return ranks
+    return [[falling[place] for place in mine] for mine in members_of(np.arange(len(falling)), owners, dp)]
 
 
 def _largest_sum(ranks: list[list[MicroBatch]]) -> float:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.lightest import into_lightest
-from wlb.packing.division import FREE, check_possible, divided, evened, fewest, members_of
-from wlb.packing.exchanges import Indices, Prefixes, Prices, Task
+from wlb.packing.division import FREE, check_possible, divided, evened, fewest
+from wlb.packing.exchanges import Indices, Prefixes, Prices, Task, documents_of, members_of
 from wlb.packing.padded import fewest_padded, padded_parts
 from wlb.packing.prefixes import divided_once_shared, fewest_once_shared
 from wlb.token_count import check_whole, whole_number
@@ -197,10 +197,7 @@ def _groups_on_ranks(
     of_groups = Task(sizes, prices, None, task.equal_size, 0.0)
     if not sparse or (task.equal_size and len(sizes)):
         check_possible(of_groups, ranks, "groups", "ranks")
-    rank_of = np.empty(len(sizes), np.int64)
-    for rank, own in enumerate(_solved(of_groups, ranks, 1, None, sparse)[0]):
-        rank_of[own] = rank
-    documents = [np.flatnonzero(rank_of[group_of] == rank) for rank in range(ranks)]
+    documents = documents_of(_solved(of_groups, ranks, 1, None, sparse)[0], group_of)
     tasks = [task.of(own)._replace(even=0.0) for own in documents]
     number = None if parts is None and task.max_tokens is not None else -(-(parts or 1) // ranks)
 
@@ -215,8 +212,7 @@ def _groups_on_ranks(
     of_ranks: list[list[Indices]] = []
     for rank, own in enumerate(documents):
         micro_batches = found[rank] if len(found[rank]) == most else of_rank(rank, most)
-        falling = np.argsort(-tasks[rank].costs(micro_batches), kind="stable")
-        of_ranks.append([own[micro_batches[place]] for place in falling])
+        of_ranks.append([own[part] for part in _costliest_first(micro_batches, tasks[rank])])
     return [of_rank[::2][::-1] + of_rank[1::2] for of_rank in of_ranks]
 
 
@@ -255,8 +251,7 @@ def _prices(tokens: Indices, workload: Any, costs: Sequence[float] | NDArray[Any
         prices: Prices = np.asarray(costs, np.float64).reshape(tokens.shape)
     except (TypeError, ValueError):
         raise UserError(f"costs must be one number for each of {len(tokens)} documents") from None
-    wrong = np.flatnonzero(~(np.isfinite(prices) & (prices >= 0)))
-    if len(wrong):
+    if len(wrong := np.flatnonzero(~(np.isfinite(prices) & (prices >= 0)))):
         raise UserError(f"document {wrong[0]} costs {prices[wrong[0]]}; costs must be finite and at least 0")
     if not math.isfinite(sum(prices.tolist())):
         raise UserError("costs add up to more than a float holds; give them in a larger unit")
@@ -266,12 +261,14 @@ def _prices(tokens: Indices, workload: Any, costs: Sequence[float] | NDArray[Any
 def _slots(task: Task, parts: int, ranks: int, start: list[Indices] | None) -> list[Indices]:
     """The micro-batches of every rank in one list: each run of ``ranks`` is a slot."""
     fair = float(task.prices.sum()) / ranks
+
+    def seconds(slots: list[Indices]) -> float:
+        return float(task.costs(slots).reshape(-1, ranks).max(axis=1).sum())
+
     slots = _filled_slots(task, parts, ranks)
-    if slots is None or task.costs(slots).reshape(-1, ranks).max(axis=1).sum() > (1 + _TRY_AGAIN) * fair:
+    if slots is None or seconds(slots) > (1 + _TRY_AGAIN) * fair:
         plain = _costliest_first(divided(task, parts, start), task)
-        slots = min(
-            slots or plain, plain, key=lambda found: float(task.costs(found).reshape(-1, ranks).max(axis=1).sum())
-        )
+        slots = min(slots or plain, plain, key=seconds)
     loads = task.costs(slots).reshape(-1, ranks)
     if loads.max(axis=1).sum() > (1 + task.even) * fair:
         tries = max(2, _SLOT_EXCHANGES // len(loads))
@@ -312,9 +309,8 @@ def _filled_slots(task: Task, parts: int, ranks: int) -> list[Indices] | None:
         some = left[: len(left) - parts]  # every later micro-batch needs a document
         rooms = [task.max_tokens or int(task.tokens.sum())] * ranks
         costliest = float(task.prices[left[0]])
-        some_tokens, some_prices, loads = task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks
-        found = into_lightest(some_tokens, some_prices, loads, rooms, costliest, task.max_documents)
-        owners = np.array(found)
+        held, costs, loads = task.tokens[some].tolist(), task.prices[some].tolist(), [0.0] * ranks
+        owners = into_lightest(held, costs, loads, rooms, costliest, task.max_documents)
         slots += members_of(some, owners, ranks)
         left = np.concatenate([some[owners < 0], left[len(some) :]])
         if not all(map(len, slots)) or len(left) < parts:

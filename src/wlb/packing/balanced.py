@@ -17,18 +17,17 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from wlb.documents.segments import Segment
 from wlb.errors import UserError
 from wlb.lightest import into_lightest
+from wlb.packing.exchanges import members_of
 from wlb.packing.level import StagePrices, level_groups
 from wlb.packing.packer import Packer, Table, segments_of
-from wlb.packing.plan import MicroBatch, PlannedMicroBatch, StepPlan
+from wlb.packing.plan import Integers, MicroBatch, PlannedMicroBatch, StepPlan
 from wlb.packing.slices import sliced_pipelines
+from wlb.workload.base import Seconds
 from wlb.workload.phases import segment_seconds
-
-Integers = NDArray[np.int64]
 
 
 class BalancedPacker(Packer):
@@ -124,24 +123,17 @@ class BalancedPacker(Packer):
         held = self.phased.phases.held_tokens(table) if self.phased else lengths
         seconds = segment_seconds(self.workload, table)
         falling = np.argsort(-lengths, kind="stable")
-        planned, left = _evenly(falling, held, seconds, self.micro_batches, self.max_tokens)
+        planned, left = self._evenly(falling, held, seconds)
         if left:  # then the oldest go first
-            falling = falling[np.argsort(waiting[falling, 3], kind="stable")]
-            planned, left = _evenly(falling, held, seconds, self.micro_batches, self.max_tokens)
+            planned, left = self._evenly(falling[np.argsort(waiting[falling, 3], kind="stable")], held, seconds)
         return [planned], left
 
-
-def _evenly(
-    order: Integers, held: Integers, seconds: NDArray[np.float64], micro_batches: int, max_tokens: int
-) -> tuple[list[PlannedMicroBatch], list[int]]:
-    """Whole documents in ``order``, each into the lightest micro-batch with room, and the documents without room."""
-    loads = [0.0] * micro_batches
-    owners = into_lightest(held[order].tolist(), seconds[order].tolist(), loads, [max_tokens] * micro_batches)
-    members: list[list[int]] = [[] for _ in range(micro_batches + 1)]  # the last list has the documents without room
-    for document, owner in zip(order.tolist(), owners, strict=True):
-        members[owner].append(document)
-    left = members.pop()
-    return [PlannedMicroBatch(tuple(mine), load) for mine, load in zip(members, loads, strict=True)], left
+    def _evenly(self, order: Integers, held: Integers, seconds: Seconds) -> tuple[list[PlannedMicroBatch], list[int]]:
+        """Whole documents in ``order``, each into the lightest micro-batch with room, and those without room."""
+        loads, rooms = [0.0] * self.micro_batches, [self.max_tokens] * self.micro_batches
+        owners = into_lightest(held[order].tolist(), seconds[order].tolist(), loads, rooms)
+        filled = zip(members_of(order, owners, self.micro_batches), loads, strict=True)
+        return [PlannedMicroBatch(tuple(mine.tolist()), load) for mine, load in filled], order[owners < 0].tolist()
 
 
 def _micro_batch(one: PlannedMicroBatch, segments: Sequence[Segment]) -> MicroBatch:

@@ -13,9 +13,10 @@ document without room there has room nowhere. Two heaps find both in O(log N), s
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
-from itertools import chain
+from itertools import accumulate, chain
 from operator import itemgetter
 from typing import Any
 
@@ -59,11 +60,6 @@ class OpenMicroBatches:
         return left_over
 
 
-def longest_first(items: Iterable[Pending]) -> list[Pending]:
-    """Items by falling length; equal lengths keep their order."""
-    return sorted(items, key=itemgetter(0), reverse=True)
-
-
 class CarryingPacker(Packer):
     """Base of ``fixed_greedy`` and ``variable_length``."""
 
@@ -97,8 +93,8 @@ class CarryingPacker(Packer):
         """Hold back exactly ``items``, as ``_waiting`` returned them."""
 
     def _precedence(self, items: list[Pending]) -> list[Pending]:
-        """``items`` in the order in which they are placed."""
-        return longest_first(items)
+        """``items`` in the order in which they are placed: by falling length; equal lengths keep their order."""
+        return sorted(items, key=itemgetter(0), reverse=True)
 
     def _admit(self, fresh: list[Pending]) -> tuple[list[Pending], list[Pending]]:
         """Fresh and older documents to place now; a subclass may hold some back or release some."""
@@ -119,7 +115,9 @@ class CarryingPacker(Packer):
         steps: list[StepPlan] = []
         while self._carried:
             batches = min(self.global_batches, math.ceil(self._carried_tokens / self.global_batch_tokens))
-            now, later = split_at(self._carried, batches * self.global_batch_tokens)
+            ends = [*accumulate(item.length for item in self._carried)]
+            count = bisect_left(ends, batches * self.global_batch_tokens) + 1  # the fewest that fill the batches
+            now, later = self._carried[:count], self._carried[count:]
             steps += self._plan_round(now, batches)
             self._carry(self._precedence(self._carried + later))
         return steps
@@ -139,7 +137,9 @@ class CarryingPacker(Packer):
         ordered = self._precedence(items)
         filled, left_over = self._filled(ordered, steps)
         if any(map(self._overdue, left_over)):
-            filled, left_over = self._filled(self._overdue_first(ordered), steps)
+            # Oldest first; those that are not overdue keep their order.
+            ordered.sort(key=lambda item: item.arrived if self._overdue(item) else math.inf)
+            filled, left_over = self._filled(ordered, steps)
         self._carry(left_over)
         return self._emit_filled(filled)
 
@@ -159,10 +159,6 @@ class CarryingPacker(Packer):
     def _overdue(self, item: Pending) -> bool:
         return self._step - item.arrived >= self.max_delay * self.global_batches
 
-    def _overdue_first(self, items: list[Pending]) -> list[Pending]:
-        """``items`` with the overdue ones first, oldest first; the others keep their order."""
-        return sorted(items, key=lambda item: item.arrived if self._overdue(item) else math.inf)
-
     def _carry(self, items: list[Pending]) -> None:
         self._carried = items
         self._carried_tokens = sum(item.length for item in items)
@@ -172,13 +168,3 @@ class FixedGreedyPacker(CarryingPacker):
     """Longest document first into the lightest micro-batch with room, which holds at most a context window."""
 
     name = "fixed_greedy"
-
-
-def split_at(items: list[Pending], tokens: int) -> tuple[list[Pending], list[Pending]]:
-    """The shortest prefix that holds at least ``tokens`` tokens, and the rest."""
-    held = 0
-    for count, item in enumerate(items):
-        if held >= tokens:
-            return items[:count], items[count:]
-        held += item.length
-    return items, []

@@ -11,14 +11,13 @@ better division is kept.
 
 from bisect import bisect_left
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 
 from wlb.errors import UserError
 from wlb.lightest import into_lightest
 from wlb.packing.bins import best_fit, differenced, fitting_bins, longest_first_bins
-from wlb.packing.exchanges import Indices, Task, exchanged, sums_of
+from wlb.packing.exchanges import Exchanges, Indices, Task, members_of, sums_of
 
 FREE = float(np.finfo(np.float64).tiny)  # the price of a free document: exchanges need prices over 0
 _FEW = 256  # documents: up to this many get a second start, as exchanges may get stuck early
@@ -92,14 +91,7 @@ def _placed(task: Task, parts: int) -> list[Indices] | None:
     rooms = [task.max_tokens or int(task.tokens.sum())] * parts
     tokens, prices = task.tokens[order].tolist(), task.prices[order].tolist()
     owners = into_lightest(tokens, prices, [0.0] * parts, rooms, most=task.max_documents)
-    return None if -1 in owners else members_of(order, np.array(owners), parts)
-
-
-def members_of(documents: Indices, owners: Indices, parts: int) -> list[Indices]:
-    """``documents`` by the part that owns each; -1 is none."""
-    order = np.argsort(owners.astype(np.min_scalar_type(-parts)), kind="stable")  # of small integers, a radix sort
-    bounds = np.searchsorted(owners[order], np.arange(parts + 1)).tolist()
-    return [documents[order[first:stop]] for first, stop in pairwise(bounds)]
+    return None if -1 in owners else members_of(order, owners, parts)
 
 
 def _fitted(task: Task, parts: int) -> list[Indices] | None:
@@ -122,7 +114,7 @@ def evened(start: list[Indices], task: Task, goal: float = 0.0, most_tries: int 
     tries = documents // _SWAPS if task.equal_size else min(documents * parts // _EXCHANGES, most_tries)
     if np.array_equal(task.prices, task.tokens):  # then cheaper parts are also shorter
         task = task._replace(max_tokens=None)
-    return exchanged(start, task, tries, goal)
+    return Exchanges(start, task, tries, goal).run()
 
 
 def _fits(parts: list[Indices], task: Task) -> bool:

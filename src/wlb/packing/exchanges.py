@@ -9,7 +9,7 @@ heavy because of one expensive document is set aside, and the others are balance
 
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, pairwise
 from math import comb
 from typing import Any, NamedTuple
 
@@ -68,16 +68,6 @@ class Task(NamedTuple):
         return costs
 
 
-def exchanged(parts: list[Indices], task: Task, tries: int, goal: float = 0.0) -> list[Indices]:
-    """Exchange documents between ``parts`` (indices of documents) until their sums of prices are nearly equal.
-
-    If the given ``parts`` keep to the limits of ``task``, the returned parts do too; none becomes empty, and the most
-    expensive part never gets more expensive. Stops after ``tries`` attempts; with a ``goal``, also when no part costs
-    more than that, or when one that does cannot become cheaper.
-    """
-    return _Exchanges(parts, task, tries, goal).run()
-
-
 def sums_of(parts: Sequence[Indices], amounts: NDArray[Any]) -> NDArray[Any]:
     """The sum of ``amounts`` over the documents of each part; no part may be empty."""
     starts = list(accumulate(map(len, parts[:-1]), initial=0))
@@ -85,10 +75,35 @@ def sums_of(parts: Sequence[Indices], amounts: NDArray[Any]) -> NDArray[Any]:
     return sums
 
 
-class _Exchanges:
+def members_of(documents: Indices, owners: Indices, parts: int) -> list[Indices]:
+    """``documents`` by the part that owns each; -1 is none."""
+    order = np.argsort(owners.astype(np.min_scalar_type(-parts)), kind="stable")  # of small integers, a radix sort
+    bounds = np.searchsorted(owners[order], np.arange(parts + 1)).tolist()
+    return [documents[order[first:stop]] for first, stop in pairwise(bounds)]
+
+
+def owners_of(parts: list[Indices]) -> Indices:
+    """The part that owns each document, if ``parts`` hold all of them."""
+    owners = np.empty(sum(map(len, parts)), np.int64)
+    owners[np.concatenate(parts)] = np.repeat(np.arange(len(parts)), [*map(len, parts)])
+    return owners
+
+
+def documents_of(parts: list[Indices], group_of: Indices) -> list[Indices]:
+    """The documents of parts of groups."""
+    return members_of(np.arange(len(group_of)), owners_of(parts)[group_of], len(parts))
+
+
+class Exchanges:
+    """Exchanges documents between ``parts`` (indices of documents) until their sums of prices are nearly equal.
+
+    If the given ``parts`` keep to the limits of ``task``, the returned parts do too; none becomes empty, and the most
+    expensive part never gets more expensive. Stops after ``tries`` attempts; with a ``goal``, also when no part costs
+    more than that, or when one that does cannot become cheaper.
+    """
+
     def __init__(self, parts: list[Indices], task: Task, tries: int, goal: float) -> None:
-        self._task, self._tries, self._goal = task, tries, goal
-        self._parts = parts
+        self._parts, self._task, self._tries, self._goal = parts, task, tries, goal
         self._loads = sums_of(parts, task.prices)
         self._total, self._count = float(self._loads.sum()), len(parts)  # without the parts that are set aside
         whole = bool((task.prices == np.floor(task.prices)).all())
@@ -100,9 +115,8 @@ class _Exchanges:
         left = np.ones(len(self._parts), bool)
         while left.any() and self._tries > 0:
             heaviest = int(np.where(left, self._loads, -1.0).argmax())
-            lightest = int(self._loads.argmin())
             most = self._loads[heaviest]
-            if most - self._loads[lightest] <= self._tolerance or most <= self._goal:
+            if most - self._loads.min() <= self._tolerance or most <= self._goal:
                 break
             if not self._exchange_with_any(heaviest):
                 if self._goal:
@@ -130,8 +144,7 @@ class _Exchanges:
         if gap <= self._tolerance or self._tries <= 0:
             return False
         self._tries -= 1
-        found = self._best(heavy, light, gap)
-        if found is None:
+        if (found := self._best(heavy, light, gap)) is None:
             return False
         give, take, moved, freed = found
         ours, theirs = self._parts[heavy], self._parts[light]

@@ -30,11 +30,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.packing.plan import PlannedMicroBatch, StageRanks
+from wlb.packing.plan import Integers, PlannedMicroBatch, StageRanks
 from wlb.settings import MOST_RANKS
 from wlb.workload.base import TICKS, DocumentPrices
-
-Integers = NDArray[np.int64]
 
 _SHARED_TOO = 4  # longest documents of single ranks that are tried on two ranks
 _EVENLY = 1.01  # a step that ends within this factor of perfect balance is good enough
@@ -181,10 +179,7 @@ class _Step:
     def _fill(self, rank: int, gap: int) -> None:
         """Give ``rank`` documents that fit into ``gap`` ticks, most expensive first."""
         own = _OwnMicroBatches(self._max_tokens)
-        while self._short:
-            place = bisect_right(self._adds, gap) - 1
-            if place < 0:
-                break
+        while (place := bisect_right(self._adds, gap) - 1) >= 0:
             if not own.has_room(self._lengths[self._short[place]]):
                 place = bisect_right(self._begins, gap) - 1
                 if place < 0:

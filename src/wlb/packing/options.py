@@ -36,14 +36,6 @@ def checked_method(name: str) -> str:
     return name
 
 
-def default_thresholds(context_window: int, queues: int = 2) -> tuple[int, ...]:
-    """Outlier thresholds in tokens: 9/16 of the window for one queue; 3/16 and 9/16 for two."""
-    sixteenths = {0: (), 1: (9,), 2: (3, 9), 3: (3, 6, 9)}
-    if queues not in sixteenths:
-        raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give outlier_thresholds")
-    return tuple(sorted({max(1, context_window * share // 16) for share in sixteenths[queues]}))
-
-
 def _check_rising(thresholds: tuple[int, ...]) -> tuple[int, ...]:
     if any(low >= high for low, high in pairwise(thresholds)):
         raise ValueError("thresholds must rise")
@@ -84,9 +76,7 @@ class PackingOptions(Section):
     )
     global_batch: MicroBatchCount | None = Field(None, description="Context windows of a step, over all ranks")
     rank_micro_batches: MicroBatchCount | Literal["auto"] = _option(
-        "rank_micro_batches",
-        "auto",
-        "Micro-batches that each pipeline runs in a step; auto: the fastest by simulation",
+        "rank_micro_batches", "auto", "Micro-batches that each pipeline runs in a step; auto: the fastest by simulation"
     )
     grouping: Grouping | Literal["auto"] = _option(
         "grouping",
@@ -123,9 +113,10 @@ class PackingOptions(Section):
         return option in METHODS[self.method]
 
     def thresholds(self, context_window: int) -> tuple[int, ...]:
-        """The given outlier thresholds, or the defaults."""
-        given = self.outlier_thresholds
-        return default_thresholds(context_window) if given is None else given
+        """The given outlier thresholds in tokens, or 3/16 and 9/16 of the window."""
+        if self.outlier_thresholds is not None:
+            return self.outlier_thresholds
+        return tuple(sorted({max(1, context_window * sixteenths // 16) for sixteenths in (3, 9)}))
 
     @property
     def is_balanced(self) -> bool:

@@ -74,17 +74,13 @@ class Packer(ABC):
         self.options, self.ranks = options, ranks
         windows = self.micro_batches * options.micro_batch_windows
         self.global_batch = options.global_batch or windows
+        self.global_batch_tokens = self.global_batch * self.context_window
         if self.global_batch != windows and not options.is_balanced:
             raise UserError(f"global_batch = {self.global_batch} is not the {windows} windows of all micro-batches")
         self.max_tokens = options.max_tokens(self.context_window, self.micro_batches, self.global_batch)  # L_max
-        self._step = 0
-        self._documents_seen = 0
+        self._step = self._documents_seen = 0
         self._arrived: Table = np.empty((0, 3), np.int64)
         self._arrived_tokens = 0
-
-    @property
-    def global_batch_tokens(self) -> int:
-        return self.global_batch * self.context_window
 
     def plan(self, arrivals: Iterable[Arrival] | Table) -> list[StepPlan]:
         """Take documents in and return every step that is now complete, in order.
@@ -105,7 +101,11 @@ class Packer(ABC):
 
     def take_in(self, arrivals: Iterable[Arrival] | Table) -> None:
         """Take documents in, as ``plan`` does, but plan nothing until ``next_steps`` is called."""
-        self._arrive(_table_of(arrivals, self._documents_seen))
+        table = _table_of(arrivals, self._documents_seen)
+        self._check(table)
+        self._arrived = np.concatenate([self._arrived, table])
+        self._arrived_tokens += int(table[:, 2].sum())
+        self._documents_seen += len(table)
 
     def next_steps(self) -> list[StepPlan]:
         """The next step and the steps planned together with it; empty if too few documents have arrived."""
@@ -186,12 +186,6 @@ class Packer(ABC):
     @abstractmethod
     def last_steps(self) -> list[StepPlan]:
         """Plan at least one step of what is held, which is not empty, when nothing more arrives."""
-
-    def _arrive(self, table: Table) -> None:
-        self._check(table)
-        self._arrived = np.concatenate([self._arrived, table])
-        self._arrived_tokens += int(table[:, 2].sum())
-        self._documents_seen += len(table)
 
     def _put_back(self, table: Table) -> None:
         """Let ``table`` arrive ahead of all others."""

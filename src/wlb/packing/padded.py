@@ -25,7 +25,7 @@ def padded_parts(task: Task, parts: int, ranks: int) -> list[Indices]:
     if task.equal_size:
         task = task._replace(max_documents=len(task.tokens) // parts)
     order, most = _sorted(task)
-    prices, ends, low, high = task.prices[order].tolist(), [0], 0.0, math.inf
+    prices, ends = task.prices[order].tolist(), [0]
     if _runs(prices, most, 0, parts, math.inf) is None:
         enough = "equal_size = False" if task.equal_size else f"parts ({fewest_padded(task, 1)[0]} would do)"
         raise UserError(f"padded documents do not fit in {parts} parts of max_tokens = {task.max_tokens}; set {enough}")

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from wlb.documents.segments import Segment
 from wlb.schedules.operations import Operation, RankOperations
 
+Integers = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
@@ -104,7 +106,7 @@ class StepPlan:
         return (segment for micro_batch in self.micro_batches for segment in micro_batch.whole_segments)
 
     @property
-    def table(self) -> NDArray[np.int64]:
+    def table(self) -> Integers:
         """The segments as an array of shape (segments, 3): document, start, length."""
         return np.fromiter(chain.from_iterable(self.segments), np.int64).reshape(-1, 3)
 
@@ -144,15 +146,10 @@ class StepPlan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        return cls(
-            step=data["step"],
-            ranks=tuple(tuple(map(MicroBatch.from_json, rank)) for rank in data["ranks"]),
-            delay_token_steps=data["delay_token_steps"],
-            longest_delay=data["longest_delay"],
-            operations=tuple(
-                tuple(tuple(starmap(Operation, of_rank)) for of_rank in ranks) for ranks in data.get("operations", ())
-            ),
-        )
+        ranks = tuple(tuple(map(MicroBatch.from_json, rank)) for rank in data["ranks"])
+        listed = data.get("operations", ())
+        operations = tuple(tuple(tuple(starmap(Operation, of_rank)) for of_rank in pipeline) for pipeline in listed)
+        return cls(data["step"], ranks, data["delay_token_steps"], data["longest_delay"], operations)
 
 
 class PlannedMicroBatch(NamedTuple):

@@ -13,8 +13,8 @@ import numpy as np
 from wlb.errors import UserError
 from wlb.lightest import into_lightest
 from wlb.packing.bins import best_fit
-from wlb.packing.division import FREE, check_possible, divided, members_of, number_of_bins, started
-from wlb.packing.exchanges import Indices, Task
+from wlb.packing.division import FREE, check_possible, divided, number_of_bins, started
+from wlb.packing.exchanges import Indices, Task, documents_of, members_of, owners_of
 
 _COARSE = (4.0, 2.0, 1.4)  # of the mean part beside the prefix, which the rest of a piece fills: for few documents
 _SHARES = (1.0, 0.7, 0.5, 0.35, 0.0)
@@ -34,7 +34,7 @@ def divided_once_shared(task: Task, parts: int, start: list[Indices] | None = No
     for pieces, piece_of in () if start else _cuts(task, parts, shares):
         if len(pieces.tokens) < parts or (first := started(pieces, parts)) is None:
             continue
-        found = _documents(divided(pieces, parts, first), piece_of)
+        found = documents_of(divided(pieces, parts, first), piece_of)
         cost, before = float(task.costs(found).max()), lowest
         best, lowest = (found, cost) if cost < lowest else (best, lowest)
         if lowest <= even or (cost >= before and len(piece_of) > _FEW):
@@ -57,14 +57,7 @@ def fewest_once_shared(task: Task, multiple: int) -> tuple[int, list[Indices]]:
     held = int(task.tokens.sum() + task.prefixes.tokens[np.unique(task.prefixes.group_of)].sum())
     found = [(number_of_bins(cut[0]), cut) for cut in _cuts(task, -(-held // (task.max_tokens or 1)), (1.0,))]
     number, (pieces, piece_of) = min(found, key=lambda pair: pair[0])
-    return -(-number // multiple) * multiple, _documents(divided(pieces, number), piece_of)
-
-
-def _documents(parts: list[Indices], piece_of: Indices) -> list[Indices]:
-    """The documents of parts of pieces."""
-    owner = np.empty(sum(map(len, parts)), np.int64)
-    owner[np.concatenate(parts)] = np.repeat(np.arange(len(parts)), [*map(len, parts)])
-    return members_of(np.arange(len(piece_of)), owner[piece_of], len(parts))
+    return -(-number // multiple) * multiple, documents_of(divided(pieces, number), piece_of)
 
 
 def _cuts(task: Task, parts: int, shares: tuple[float, ...]) -> Iterator[tuple[Task, Indices]]:
@@ -78,10 +71,7 @@ def _cuts(task: Task, parts: int, shares: tuple[float, ...]) -> Iterator[tuple[T
     space = (task.max_tokens or int(task.tokens.sum() + tokens.sum())) - tokens
 
     def cut(pieces: list[tuple[int, Indices]]) -> tuple[Task, Indices]:
-        groups, piece_of = [group for group, _ in pieces], np.empty_like(group_of)
-        piece_of[np.concatenate([own for _, own in pieces])] = np.repeat(
-            np.arange(len(pieces)), [len(own) for _, own in pieces]
-        )
+        groups, piece_of = [group for group, _ in pieces], owners_of([own for _, own in pieces])
         held = tokens[groups] + np.bincount(piece_of, task.tokens).astype(np.int64)
         costs = np.maximum(prices[groups] + np.bincount(piece_of, task.prices), FREE)
         return task._replace(tokens=held, prices=costs, prefixes=None), piece_of
@@ -91,15 +81,11 @@ def _cuts(task: Task, parts: int, shares: tuple[float, ...]) -> Iterator[tuple[T
         number = np.where(prices > 0, np.ceil(rest / (share * room)), sizes) if share else sizes
         number = np.maximum(np.minimum(number, sizes), -(-rest_tokens // space)).astype(np.int64)
         pieces: list[tuple[int, Indices]] = []
-        for group, (own, count) in enumerate(zip(falling, number.tolist(), strict=True)):
-            held, costs, owners = task.tokens[own].tolist(), task.prices[own].tolist(), [-1]
-            while count > 1 and -1 in (
-                owners := into_lightest(held, costs, [0.0] * count, [int(space[group])] * count)
-            ):
+        for group, (own, count, most) in enumerate(zip(falling, number.tolist(), space.tolist(), strict=True)):
+            held, costs, owners = task.tokens[own].tolist(), task.prices[own].tolist(), np.zeros(len(own), np.int64)
+            while count > 1 and -1 in (owners := into_lightest(held, costs, [0.0] * count, [most] * count)):
                 count += 1
-            pieces += (
-                [(group, part) for part in members_of(own, np.array(owners), count)] if count > 1 else [(group, own)]
-            )
+            pieces += [(group, part) for part in members_of(own, owners, count)]
         if len(pieces) > before:
             before = len(pieces)
             yield cut(pieces)

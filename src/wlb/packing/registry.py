@@ -1,7 +1,4 @@
-"""Documents in, ``StepPlan``s out: the packers, by name.
-
-A new packer is one new file, one line in ``PACKERS``, and one in ``wlb.packing.options.METHODS``.
-"""
+"""Documents in, ``StepPlan``s out: the packers, by name."""
 
 from typing import Any
 

@@ -40,8 +40,7 @@ class SequentialPacker(Packer):
         for room in sizes:
             piece: list[Segment] = []
             while room:
-                segment = segments.pop()
-                document, start, length = segment
+                document, start, length = segment = segments.pop()
                 if length > room:
                     segments.append(Segment(document, start + room, length - room))
                     segment = Segment(document, start, room)

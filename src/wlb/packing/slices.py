@@ -14,14 +14,13 @@ the same plan.
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from wlb.lightest import into_lightest
-from wlb.packing.plan import PlannedMicroBatch
+from wlb.packing.exchanges import members_of
+from wlb.packing.plan import Integers, PlannedMicroBatch
 from wlb.workload.base import TICKS, DocumentPrices
 from wlb.workload.costs import QUERY_TILE
-
-Integers = NDArray[np.int64]
 
 _SLACK = 0.05  # of the mean micro-batch: a slice may cost this much more before the document is cut once more
 
@@ -37,11 +36,9 @@ def sliced_pipelines(
     ticks = _ticks(prices, tokens)
     falling = np.argsort(-tokens, kind="stable")
     rooms = [micro_batches * max_tokens] * pipelines
-    found = into_lightest(tokens[falling].tolist(), ticks[falling].tolist(), [0.0] * pipelines, rooms)
-    owners = np.array(found, np.int64)
+    owners = into_lightest(tokens[falling].tolist(), ticks[falling].tolist(), [0.0] * pipelines, rooms)
     planned, left = [], falling[owners < 0].tolist()
-    for pipeline in range(pipelines):
-        mine = falling[owners == pipeline]
+    for mine in members_of(falling, owners, pipelines):
         of_pipeline, without_room = _pipeline(mine, tokens[mine], ticks[mine], micro_batches, max_tokens, prices)
         planned.append(of_pipeline)
         left += without_room
@@ -49,12 +46,7 @@ def sliced_pipelines(
 
 
 def _pipeline(
-    documents: Integers,
-    tokens: Integers,
-    ticks: Integers,
-    micro_batches: int,
-    max_tokens: int,
-    prices: DocumentPrices,
+    documents: Integers, tokens: Integers, ticks: Integers, micro_batches: int, max_tokens: int, prices: DocumentPrices
 ) -> tuple[list[PlannedMicroBatch], list[int]]:
     """The micro-batches of one pipeline: slices of long documents, most expensive first, then whole documents."""
     parts = _parts(ticks, tokens, micro_batches, max_tokens)
@@ -71,12 +63,9 @@ def _pipeline(
     loads = (_ticks(prices, stop) - _ticks(prices, start)).astype(float).tolist()
     whole = parts == 1
     owners = into_lightest(tokens[whole].tolist(), ticks[whole].tolist(), loads, (max_tokens - stop + start).tolist())
-    members: list[list[int]] = [[] for _ in range(micro_batches + 1)]  # the last list has the documents without room
-    for document, owner in zip(documents[whole].tolist(), owners, strict=True):
-        members[owner].append(document)
-    left += members.pop()
-    filled = zip(members, loads, slices, strict=True)
-    return [PlannedMicroBatch(tuple(held), load / TICKS, (), *one) for held, load, one in filled], left
+    left += documents[whole][owners < 0].tolist()
+    filled = zip(members_of(documents[whole], owners, micro_batches), loads, slices, strict=True)
+    return [PlannedMicroBatch(tuple(held.tolist()), load / TICKS, (), *one) for held, load, one in filled], left
 
 
 def _parts(ticks: Integers, tokens: Integers, micro_batches: int, max_tokens: int) -> Integers:
@@ -86,7 +75,8 @@ def _parts(ticks: Integers, tokens: Integers, micro_batches: int, max_tokens: in
     document whose slices would stay cheapest gets one less, and so on, as far as ``max_tokens`` allows.
     """
     share = max(int(ticks.sum()) / micro_batches, 1)
-    least = np.where(tokens <= max_tokens, 1, -(-tokens // _whole_tiles(max_tokens)))
+    whole_tiles = max(QUERY_TILE, max_tokens // QUERY_TILE * QUERY_TILE)
+    least = np.where(tokens <= max_tokens, 1, -(-tokens // whole_tiles))
     parts = np.maximum(least, np.ceil(ticks / share - _SLACK).astype(np.int64))
     while parts[parts > 1].sum() > micro_batches and len(fewer := np.flatnonzero(parts > least)):
         parts[fewer[np.argmin(ticks[fewer] / (parts[fewer] - 1))]] -= 1
@@ -109,10 +99,6 @@ def _cuts(length: int, parts: int, max_tokens: int, prices: DocumentPrices) -> l
         cuts.append(int(ends[place]))
         done = int(work[place])
     return cuts
-
-
-def _whole_tiles(tokens: int) -> int:
-    return max(QUERY_TILE, tokens // QUERY_TILE * QUERY_TILE)
 
 
 def _ticks(prices: DocumentPrices, tokens: Integers) -> Integers:

@@ -21,7 +21,7 @@ from wlb.errors import UserError, choose_from
 from wlb.job.config import PackingConfig
 from wlb.job.job import Job
 from wlb.packing.arrange import arrange
-from wlb.packing.options import METHODS, default_thresholds
+from wlb.packing.options import METHODS
 from wlb.packing.packer import Packer
 from wlb.packing.plan import StepPlan
 from wlb.simulate.costs import JobCosts
@@ -172,8 +172,16 @@ def _argued(name: str, argument: str, context_window: int) -> dict[str, Any]:
     if number is None or number < least:
         raise UserError(f"{argument!r} is not a whole number of at least {least}")
     if queues:
-        return {"outlier_thresholds": default_thresholds(context_window, number)}
+        return {"outlier_thresholds": _thresholds(context_window, number)}
     return {"window": number}
+
+
+def _thresholds(context_window: int, queues: int) -> tuple[int, ...]:
+    """Outlier thresholds in tokens: 9/16 of the window for one queue; 3/16 and 9/16 for two."""
+    sixteenths = {0: (), 1: (9,), 2: (3, 9), 3: (3, 6, 9)}
+    if queues not in sixteenths:
+        raise UserError(f"{queues} outlier queues asked for; 0 to 3 are preset, or give outlier_thresholds")
+    return tuple(sorted({max(1, context_window * share // 16) for share in sixteenths[queues]}))
 
 
 def compare_packer(

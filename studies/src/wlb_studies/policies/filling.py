@@ -61,7 +61,7 @@ def lightest(
     left_over: list[int] = []
     prices = np.asarray(cost, np.float64)[order].tolist()
     places = into_lightest(lengths[order].tolist(), prices, [0.0] * bins, [capacity] * bins)
-    for document, place in zip(order, places, strict=True):
+    for document, place in zip(order, places.tolist(), strict=True):
         (left_over if place < 0 else members[place]).append(document)
     return members, left_over
 
