@@ -147,8 +147,7 @@ class JobOptions:
     profile: Profile = None
     length_column: LengthColumn = None
     context_window: Annotated[
-        int | None,
-        number_of_tokens("Longest document, such as 128K; default: 4K to 128K, covering 95% of tokens."),
+        int | None, number_of_tokens("Longest document, such as 128K; default: 4K to 128K, covering 95% of tokens.")
     ] = None
     gpus: Annotated[int | None, number("GPUs; default: the product of the sizes, or 64.")] = None
     batch_tokens: BatchTokens = None

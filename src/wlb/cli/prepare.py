@@ -55,9 +55,7 @@ def prepare(
         help="Tokenising processes (default: one for bytes, else one per core); with --ray shards, one per core.",
     ),
     shard: str | None = typer.Option(
-        None,
-        metavar="I/N",
-        help="Write only the I-th of N shares, to PREFIX-I-of-N, as an element of a job array.",
+        None, metavar="I/N", help="Write only the I-th of N shares, to PREFIX-I-of-N, as an element of a job array."
     ),
     ray: str | None = typer.Option(
         None,

@@ -29,8 +29,7 @@ class ProfileOptions:
 
     device: Annotated[Device, typer.Option(help="Where to measure.")] = Device.CPU
     model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="As for wlb check; default: tiny on cpu, llama3-8b on cuda."),
+        str | None, typer.Option(metavar="NAME", help="As for wlb check; default: tiny on cpu, llama3-8b on cuda.")
     ] = None
     tp: Annotated[int, options.number("Measure one of N tensor-parallel ranks.")] = 1
     max_length: Annotated[

@@ -36,8 +36,7 @@ class SimulateOptions:
     job: Annotated[
         str,
         typer.Argument(
-            metavar="JOB",
-            help="Configuration file of a job, or a named one: 550m-64k ... 70b-128k, 405b-128k.",
+            metavar="JOB", help="Configuration file of a job, or a named one: 550m-64k ... 70b-128k, 405b-128k."
         ),
     ]
     systems: _Systems = None
@@ -46,8 +45,7 @@ class SimulateOptions:
     profile: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help="Workload profile measured by wlb profile: compute as measured, links of --hardware.",
+            metavar="FILE", help="Workload profile measured by wlb profile: compute as measured, links of --hardware."
         ),
     ] = None
     settings: options.Settings = None
@@ -140,8 +138,7 @@ def simulate(
     lengths: Annotated[
         str | None,
         typer.Option(
-            metavar="LENGTHS",
-            help="Document lengths, as for wlb check; default: the job's store, or synthetic.",
+            metavar="LENGTHS", help="Document lengths, as for wlb check; default: the job's store, or synthetic."
         ),
     ] = None,
     steps: options.Steps = None,
