@@ -279,3 +279,10 @@ def test_what_cannot_be_is_one_line_with_a_remedy(arguments: dict[str, Any], mes
     with pytest.raises(UserError, match=message) as refusal:
         wlb.balance(**arguments)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.filterwarnings("error")
+def test_prefixes_alone_are_divided():
+    assert wlb.balance([0, 0, 5, 6], 4, ranks=2, groups=[0, 0, 1, 1], prefixes={0: 0, 1: 1}) == [[[0], [1]], [[3], [2]]]
+    assert wlb.balance([5, 5], 2, groups=[0, 0], prefixes={0: 5}) == [[0], [1]]
+    assert wlb.balance([0, 0], groups=[0, 0], prefixes={0: 0}, max_tokens=9) == [[0, 1]]

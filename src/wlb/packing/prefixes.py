@@ -55,7 +55,7 @@ def fewest_once_shared(task: Task, multiple: int) -> tuple[int, list[Indices]]:
     """The smallest number of parts found, a multiple of ``multiple``, in which documents fit, and how."""
     assert task.prefixes is not None
     held = int(task.tokens.sum() + task.prefixes.tokens[np.unique(task.prefixes.group_of)].sum())
-    found = [(number_of_bins(cut[0]), cut) for cut in _cuts(task, -(-held // (task.max_tokens or 1)), (1.0,))]
+    found = [(number_of_bins(cut[0]), cut) for cut in _cuts(task, max(1, -(-held // (task.max_tokens or 1))), (1.0,))]
     number, (pieces, piece_of) = min(found, key=lambda pair: pair[0])
     return -(-number // multiple) * multiple, documents_of(divided(pieces, number), piece_of)
 
@@ -68,7 +68,7 @@ def _cuts(task: Task, parts: int, shares: tuple[float, ...]) -> Iterator[tuple[T
     rest, rest_tokens = (np.bincount(group_of, amounts) for amounts in (task.prices, task.tokens))
     falling = np.split(np.lexsort((-task.prices, group_of)), np.cumsum(sizes)[:-1])
     room = np.maximum((prices.sum() + rest.sum()) / parts - prices, task.prices[[own[0] for own in falling]])
-    space = (task.max_tokens or int(task.tokens.sum() + tokens.sum())) - tokens
+    space = (task.max_tokens or int(task.tokens.sum() + tokens.sum()) + 1) - tokens
 
     def cut(pieces: list[tuple[int, Indices]]) -> tuple[Task, Indices]:
         groups, piece_of = [group for group, _ in pieces], owners_of([own for _, own in pieces])
