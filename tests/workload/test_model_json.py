@@ -238,6 +238,19 @@ def test_a_family_that_is_not_known_is_read_by_its_keys(tmp_path):
         assert model_shape(written(tmp_path, SMALL | keys | {"model_type": "of_next_year"})) == shape
 
 
+@pytest.mark.parametrize("family", ["GPTNeoX", "Phi", "Arcee", "Persimmon", "GPT2", "Bloom", "GPTJ", "Mpt"])
+def test_families_without_a_gate_have_two_matrices(family):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 80}
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    config.update({"intermediate_size": 256} if hasattr(config, "intermediate_size") else {})
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    matrices = (each for name, each in model.named_parameters() if each.dim() > 1 and "wpe" not in name)
+    shape = shape_of_config(config)
+    assert parameters(shape, tied_embeddings=config.tie_word_embeddings) == sum(each.numel() for each in matrices)
+
+
 def test_in_a_trainer_a_family_that_is_not_priced_is_a_dense_decoder_with_a_warning():
     transformers = pytest.importorskip("transformers")
     sizes = {name: SMALL[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")}
@@ -298,6 +311,8 @@ def test_published_keys_of_gemma_have_the_defaults_of_its_class(tmp_path):
         ({"model_type": "granitemoehybrid", "layer_types": ["conv"] * 4}, "layer_types has 'conv'"),
         ({"model_type": "nemotron_h"} | NEMOTRON | {"hybrid_override_pattern": "ME-"}, "pattern = 'ME-' for 1 layers"),
         ({"model_type": "nemotron_h"} | NEMOTRON | {"ssm_state_size": None}, "there is no ssm_state_size; complete it"),
+        ({"model_type": "glm_moe_dsa"} | INDEXED | {"indexer_types": 3}, "indexer_types = 3 does not list 4 layers"),
+        ({"model_type": "glm_moe_dsa"} | INDEXED | {"indexer_types": ["full"]}, "does not list 4 layers; correct it"),
         ({"hidden_size": None}, "there is no hidden_size; complete it"),
         ({"head_dim": None, "hidden_size": 63}, "there is no head_dim; complete it"),
         ({"model_type": "qwen2", "num_key_value_heads": None}, "there is no num_key_value_heads; complete it"),

@@ -50,6 +50,10 @@ FAMILIES: dict[str, dict[str, int | str | None]] = {
 }
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of the number of experts
 _WIDE_EXPERTS = ("mixtral", "gpt_oss", "granitemoehybrid")  # as wide as intermediate_size
+_UNGATED = (  # their feed-forward layer has two matrices
+    *("nemotron_h", "nemotron", "arcee", "apertus", "gpt_neox", "gptj", "codegen", "gpt2", "gpt_bigcode"),
+    *("opt", "bloom", "mpt", "falcon", "phi", "persimmon", "starcoder2"),
+)
 _LATENT = ("deepseek_v3", "kimi_k2", "deepseek_v32", "glm_moe_dsa", "kimi_linear")
 _NO_LAYER_TYPES = ("mixtral", "qwen3_moe")  # have windows, but do not read layer_types
 _DELTA = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
@@ -199,7 +203,7 @@ def shape_of(document: Keys) -> ModelShape:
         linear=_linear(keys) if pattern and re.search("[MH]", pattern) else None,
         indexer=_indexer(keys, layers) if indexed else None,
         gated_attention=family.startswith(("qwen3_next", "qwen3_5")),
-        ffn_matrices=2 if family == "nemotron_h" else 3,
+        ffn_matrices=2 if family in _UNGATED else 3,
     )
     if family in FAMILIES:
         return _with_windows(shape, keys) if "sliding_window" in FAMILIES[family] else shape
@@ -260,6 +264,8 @@ def _indexer(keys: Keys, layers: int) -> Indexer:
     types = keys.get("indexer_types") or [
         "shared" if max(layer - first + 1, 0) % every else "full" for layer in range(layers)
     ]
+    if not isinstance(types, list) or len(types) != layers:
+        raise UserError(f"indexer_types = {str(types)[:40]} does not list {layers} layers; correct it")
     top_k, heads, head_dim = (size(keys, name) for name in ("index_topk", "index_n_heads", "index_head_dim"))
     return Indexer(top_k, heads, head_dim, layers=types.count("full"))
 
