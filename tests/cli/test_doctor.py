@@ -22,6 +22,15 @@ LLAMA = {
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 4096,
 }
+OPT = {
+    "model_type": "opt",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 96,
+    "vocab_size": 80,
+}
+REMOTE = LLAMA | {"model_type": "custom", "auto_map": {"AutoConfig": "configuration_custom.CustomConfig"}}
 MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2}
 
 
@@ -29,8 +38,8 @@ MAMBA = {"model_type": "mamba", "architectures": ["MambaForCausalLM"], "hidden_s
 def installed(monkeypatch):
     """Let only these packages be installed, and their imports fail with these errors."""
 
-    def only(versions: dict[str, str], errors: dict[str, str] | None = None) -> None:
-        def version(name: str) -> str:
+    def only(versions: dict[str, str | None], errors: dict[str, str] | None = None) -> None:
+        def version(name: str) -> str | None:
             if name not in versions:
                 raise environment.PackageNotFoundError(name)
             return versions[name]
@@ -68,18 +77,25 @@ def test_each_package_says_what_was_tested_with_its_version(installed, monkeypat
         {
             "stack": "transformers",
             "version": "5.24.0",
-            "pins": {},
+            "pins": {"transformers": "5.24.0"},
             "features": {"packing": "exact", "lists": "refused"},
         },
+        {"stack": "ms-swift", "version": "4.6.0", "pins": {"trl": "0.29.1"}, "features": {"packing": "exact"}},
         {"stack": "transformers", "version": "5.16.1", "pins": {"torch": "2.13.0"}, "features": {"packing": "exact"}},
     ]
     monkeypatch.setattr(environment.json, "loads", lambda text: tested)
     installed({"transformers": "5.24.0"})
     assert "exact: packing; refused: lists" in run("doctor").stdout
-    installed({"transformers": "5.20.0", "trl": "1.0", "torch": "2.13.0+cpu"})
+    installed({"transformers": "5.20.0", "trl": "1.0", "torch": "2.13.0+cpu", "ms-swift": "4.6.0", "verl": None})
     said = " ".join(run("doctor").stdout.split())
-    for text in ("nothing; 5.24.0, 5.16.1 were", "trl 1.0 works nothing", "in the tests of transformers 5.16.1"):
+    for text in (
+        "nothing; 5.24.0, 5.16.1 were",
+        "trl 1.0 works nothing",
+        "in the tests of transformers 5.16.1",
+        "verl unknown",
+    ):
         assert text in said
+    assert "its pins, without it: exact: packing" in said
 
 
 def test_broken_and_unsuitable_packages_are_problems(installed):
@@ -138,13 +154,36 @@ def test_a_model_is_a_problem_only_if_nothing_here_trains_it(tmp_path, installed
     assert status == 1
     assert all(found["model"].values())
     assert "where documents end" in found["model"]["transformers"]
-    status, found = diagnosis("--model", written(tmp_path / "broken", {"model_type": "llama"}))
+    status, found = diagnosis("--model", written(tmp_path / "broken", LLAMA | {"num_attention_heads": 5}))
     assert status == 1
     assert "hidden_size" in found["model"]["wlb check"]
     status, found = diagnosis("--model", "nemotron-h-8b")  # a preset that is only priced
     assert (status, found["problems"]) == (1, [f"model: {found['model']['wlb train']}"])
     for name, message in (("nosuch", "unknown model 'nosuch'"), (str(tmp_path), "holds no config.json")):
         assert message in refusal("doctor", "--model", name)
+    status, found = diagnosis("--model", written(tmp_path / "opt", OPT))
+    assert (status, found["problems"]) == (0, [])
+    assert found["model"]["wlb check"]
+    assert not found["model"]["transformers"]
+    status, found = diagnosis("--model", written(tmp_path / "remote", REMOTE))
+    assert (status, found["problems"]) == (1, [f"model: {found['model']['wlb train']}"])
+    assert "custom code" in found["model"]["transformers"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "said"),
+    [
+        (["H100"], {}, "training sets PYTORCH_ALLOC_CONF = expandable_segments:True"),
+        (["H100"], {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, "PYTORCH_CUDA_ALLOC_CONF = a:1, as you set it"),
+        ([], {}, ""),
+    ],
+)
+def test_the_allocator_is_what_training_leaves_or_sets(installed, monkeypatch, gpus, settings, said):
+    device = {"gpus": gpus, "capabilities": [(9, 0)] * len(gpus), "cuda": "12.8", "settings": settings}
+    monkeypatch.setattr(environment, "find_gpus", lambda: device)
+    installed({"torch": "2.13.0"})
+    allocator = [line for line in run("doctor").stdout.splitlines() if line.startswith("allocator")]
+    assert [line.split(maxsplit=1)[1] for line in allocator] == ([said] if said else [])
 
 
 def test_here_the_screen_has_a_row_for_torch():

@@ -15,7 +15,10 @@ from wlb.errors import UserError
 from wlb.integrations import environment
 from wlb.terminal import wrapped
 
-_SETTINGS = {"allocator": (environment.ALLOCATOR, "expandable_segments:True"), "NCCL": (environment.ORDER, "1")}
+_SETTINGS = {  # their names, the first of which training sets, and its value
+    "allocator": (("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"),
+    "NCCL": ((environment.ORDER,), "1"),
+}
 
 
 def doctor(
@@ -103,7 +106,7 @@ def _pack(model: str) -> None:
 
     from wlb.integrations.huggingface.attention import objections_to_model, refuse
 
-    config = transformers.AutoConfig.from_pretrained(model)
+    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=False)  # without a question
     of_name = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
         made = of_name._from_config(config) if of_name else transformers.AutoModelForCausalLM.from_config(config)
@@ -111,9 +114,9 @@ def _pack(model: str) -> None:
 
 
 def _untrained(routes: Mapping[str, str]) -> Iterator[str]:
-    """The refusal of a model that is not priced, or that no way of training takes."""
+    """The refusal of a model that no way of training takes or, without torch, that is not priced."""
     price, *ways = routes.values() if routes else [""]
-    if price or (ways and all(ways)):
+    if all(ways or [price]):
         yield f"model: {price or ways[0]}"
 
 
@@ -121,9 +124,9 @@ def _show(found: Mapping[str, Any], model: str | None, routes: Mapping[str, str]
     packages, device = found["packages"], found["device"]
     _line("versions", f"wlb-llm {found['wlb-llm']}, Python {found['python']}")
     _line("GPUs", _gpus(device) if device else "planning only, without torch")
-    for what, (name, ours) in _SETTINGS.items() if device else ():
-        of_user = device["settings"].get(name)
-        _line(what, f"{name} = {of_user}, as you set it" if of_user else f"training sets {name} = {ours}")
+    for what, (names, ours) in _SETTINGS.items() if device.get("gpus") else ():
+        of_user = next((f"{name} = {device['settings'][name]}" for name in names if name in device["settings"]), None)
+        _line(what, f"{of_user}, as you set it" if of_user else f"training sets {names[0]} = {ours}")
     kernels = [f"{name} {packages[name]['version']}" for name in environment.KERNELS if name in packages]
     _line("kernels", ", ".join(kernels) or "none installed")
     if stacks := {name: packages[name] for name in environment.STACKS if name in packages}:
@@ -157,7 +160,8 @@ def _tested(package: Mapping[str, Any]) -> str:
     for feature, result in package["tested"].items():
         by_result.setdefault(result, []).append(feature)
     if by_result:
-        return "; ".join(f"{result}: {', '.join(features)}" for result, features in by_result.items())
+        said = "; ".join(f"{result}: {', '.join(features)}" for result, features in by_result.items())
+        return said if package["ran"] else f"its pins, without it: {said}"
     if package["ran_in"]:
         return f"in the tests of {', '.join(package['ran_in'])}"
     others = ", ".join(package["tested_versions"])

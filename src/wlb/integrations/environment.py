@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.resources import files
 from typing import Any
@@ -46,7 +47,7 @@ except BaseException as error:
 """
 _LONGEST_IMPORT = 120  # seconds
 _EXTRAS = ("", "data", "train", "hf", "axolotl", "lightning", "ray", "remote")  # which a user installs
-ALLOCATOR, ORDER = "PYTORCH_ALLOC_CONF", "NCCL_LAUNCH_ORDER_IMPLICIT"
+ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _LEAST_NCCL, _LEAST_GPU = (2, 26), (8, 0)  # the first to read ORDER; Ampere, the first with FlashAttention
 
 
@@ -54,10 +55,8 @@ def find_packages() -> dict[str, dict[str, Any]]:
     """Each installed package: its version, the error of its import, and what was tested with this version or others."""
     modules, installed = STACKS | KERNELS, {}
     for name in modules:
-        try:
-            installed[name] = version(name)
-        except PackageNotFoundError:
-            continue
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name) or "unknown"  # None where an installation was interrupted
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         errors = threads.map(_import_error, (modules[name] for name in installed))
     tested = json.loads(files("wlb.integrations").joinpath("tested.json").read_text(encoding="utf-8"))
@@ -72,6 +71,7 @@ def _tested(tested: Sequence[Mapping[str, Any]], name: str, found: str) -> dict[
     of_stack = [one for one in tested if one["stack"].lower().replace("-", "") == name.replace("-", "")]
     return {
         "tested": next((one["features"] for one in of_stack if one["version"] == found), {}),
+        "ran": any(one["pins"].get(name) == found for one in of_stack),  # and not its pins alone
         "tested_versions": [one["version"] for one in of_stack],
         "ran_in": [f"{one['stack']} {one['version']}" for one in tested if one["pins"].get(name) == found],
     }
