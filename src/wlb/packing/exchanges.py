@@ -71,8 +71,7 @@ class Task(NamedTuple):
 def sums_of(parts: Sequence[Indices], amounts: NDArray[Any]) -> NDArray[Any]:
     """The sum of ``amounts`` over the documents of each part; no part may be empty."""
     starts = list(accumulate(map(len, parts[:-1]), initial=0))
-    sums: NDArray[Any] = np.add.reduceat(amounts[np.concatenate(parts)], starts)
-    return sums
+    return np.add.reduceat(amounts[np.concatenate(parts)], starts)
 
 
 def members_of(documents: Indices, owners: Indices, parts: int) -> list[Indices]:

@@ -19,7 +19,6 @@ group of ``cp`` ranks that shares everything evenly (WLB-LLM, section 4.1).
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -290,8 +289,7 @@ class Costs:
         of a document, are not counted.
         """
         link = group_link(self.hardware, "all_to_all", ranks, self.tp, self.nodes)
-        seconds: Seconds = self.shape.attention_layers * link.seconds(np.asarray(tokens) * self._kv_bytes)
-        return seconds
+        return self.shape.attention_layers * link.seconds(np.asarray(tokens) * self._kv_bytes)
 
     def copy_seconds(
         self, sent: ArrayLike, received: ArrayLike, merged: ArrayLike, phase: Direction, alone: ArrayLike = False
@@ -365,11 +363,7 @@ class Costs:
     @cached_property
     def _rates(self) -> dict[Phase, Rates]:
         forward, backward = self.phase_rates("forward"), self.phase_rates("backward")
-        return {
-            "forward": forward,
-            "backward": backward,
-            "both": Rates(*map(sum, zip(forward, backward, strict=True))),
-        }
+        return {"forward": forward, "backward": backward, "both": Rates(*map(sum, zip(forward, backward, strict=True)))}
 
     def phase_rates(self, phase: Direction) -> Rates:
         shape, hardware, tp, backward = self.shape, self.hardware, self.tp, phase == "backward"
@@ -475,12 +469,8 @@ def predictions(workload: Costs, held_out: HeldOut) -> dict[str, Any]:
     """Seconds that ``workload`` predicts for each size of ``held_out``."""
     documents, pieces, micro_batches = held_out.values()
     attention = workload.attention_seconds([*documents]), workload.piece_seconds(*np.array([*pieces]).T)
-    return dict(zip(held_out, (*attention, [micro_batch_seconds(workload, n) for n in micro_batches]), strict=True))
-
-
-def micro_batch_seconds(workload: Costs, segment_lengths: Sequence[int]) -> float:
-    """W_a + W_l of a micro-batch."""
-    return float(workload.attention_seconds(segment_lengths).sum() + workload.linear_seconds(sum(segment_lengths)))
+    sums = [float(workload.attention_seconds(d).sum() + workload.linear_seconds(sum(d))) for d in micro_batches]
+    return dict(zip(held_out, (*attention, sums), strict=True))
 
 
 def crossover_tokens(workload: Costs) -> int | None:

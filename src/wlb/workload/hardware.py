@@ -55,9 +55,7 @@ class Hardware:
     device_type: str = "cuda"  # as torch calls it
     peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, if each pair has its own link
     wide_rates: tuple[tuple[str, float], ...] = ()  # wider types, and their peak over the preset's
-    exposed: float = (
-        0.0  # share of an overlapped collective that is not hidden: both use the same processors and memory
-    )
+    exposed: float = 0.0  # unhidden share of an overlapped collective: both use the same processors and memory
     attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # by name, in the preset's type
 
     def computing_in(self, dtype: str) -> Self:
@@ -75,7 +73,6 @@ class Hardware:
 
 
 _TYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-
 
 # ``gemm_efficiency`` and ``exposed`` of NVIDIA's GPUs are fitted by studies' fit_prices.py to whole steps. (Matrix
 # products of a block reach 79% of the best shape on H100 and 93% on A100. The rates of the best shape are quoted from
@@ -118,15 +115,6 @@ _BLACKWELL_KERNELS = {
     "fa4": AttentionKernel(1450e12, 1300e12, 600.0, 1300.0, drain_tiles=50.0),
 }
 
-# Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,
-# reduce-scatter and all-to-all in a node of 4 and 8, over 10 nodes with 1, 2, 4 and 8 GPUs of each, and between 2 nodes
-# (github.com/xxrjun/nccl-tests-cluster, example-cluster01; github.com/waynehacking8/nccl-collectives-bench;
-# github.com/NVIDIA/nccl issue 1357). Errors by size are in tests/workload/published_measurements.md: within 15% except
-# those that docs/presets.md names.
-# Quoted by NCCL's maintainers: 370 GB/s over NVLink 4 (nccl-tests issue 212), 48 to 49 over an adapter (issue 267).
-_NODE_BANDWIDTH, _NETWORK_BANDWIDTH = 345e9, 47e9
-_NODE_LATENCY, _NETWORK_LATENCY, _STEP_LATENCY = 15e-6, 60e-6, 4e-6
-
 _H100 = Hardware(
     peak_flops=989e12,  # quoted: NVIDIA H100 SXM data sheet, bf16 dense
     gemm_efficiency=0.635,
@@ -134,11 +122,17 @@ _H100 = Hardware(
     attention_kernels=tuple(_HOPPER_KERNELS.items()),
     memory_bandwidth=_MEMORY_EFFICIENCY * 3.35e12,  # quoted: H100 SXM data sheet
     node_size=8,
-    node_bandwidth=_NODE_BANDWIDTH,
-    node_latency=_NODE_LATENCY,
-    network_bandwidth=_NETWORK_BANDWIDTH,
-    network_latency=_NETWORK_LATENCY,
-    step_latency=_STEP_LATENCY,
+    # Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,
+    # reduce-scatter and all-to-all in a node of 4 and 8, over 10 nodes with 1, 2, 4 and 8 GPUs of each, and between 2
+    # nodes (github.com/xxrjun/nccl-tests-cluster, example-cluster01; github.com/waynehacking8/nccl-collectives-bench;
+    # github.com/NVIDIA/nccl issue 1357). Errors by size are in tests/workload/published_measurements.md: within 15%
+    # except those that docs/presets.md names.
+    # Quoted by NCCL's maintainers: 370 GB/s over NVLink 4 (nccl-tests issue 212), 48 to 49 over an adapter (issue 267).
+    node_bandwidth=345e9,
+    node_latency=15e-6,
+    network_bandwidth=47e9,
+    network_latency=60e-6,
+    step_latency=4e-6,
     bytes_per_value=2,
     memory_bytes=80e9,  # quoted: H100 SXM data sheet, 80 GB
     # Quoted: the same, 67 TFLOP/s in float32 without, and in float64 with tensor cores. TF32 stays off, as in torch.
@@ -156,8 +150,8 @@ HARDWARE: dict[str, Hardware] = {
         memory_bandwidth=_MEMORY_EFFICIENCY * 2.039e12,  # quoted: the same
         # Derived: H100's shares of links of 300 GB/s and 200 Gb/s. Quoted: 230 GB/s over NVLink 3 (nccl-tests issue
         # 149), 24 over an adapter (119), 192 over a node's eight (nccl issue 812). Assumed: H100's latencies.
-        node_bandwidth=_NODE_BANDWIDTH * 300 / 450,
-        network_bandwidth=_NETWORK_BANDWIDTH * 200 / 400,
+        node_bandwidth=_H100.node_bandwidth * 300 / 450,
+        network_bandwidth=_H100.network_bandwidth * 200 / 400,
         memory_bytes=80e9,  # quoted: the data sheet
         wide_rates=(("float32", 19.5 / 312), ("float64", 19.5 / 312)),  # quoted: the same, as H100's
     ),

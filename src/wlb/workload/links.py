@@ -48,21 +48,17 @@ def group_link(hardware: Hardware, traffic: Traffic, size: int, stride: int, nod
     inside = min(hardware.node_bandwidth, peers * hardware.peer_bandwidth)
     if nodes == 1:
         return Link(hardware.node_latency + steps * hardware.step_latency, inside)
-    bandwidth = _adapters(traffic, size, size / nodes) * hardware.network_bandwidth
-    return Link(hardware.network_latency + steps * hardware.step_latency, min(bandwidth, inside))
+    match traffic:
+        case "all_gather":
+            adapters = size / nodes
+        case "all_to_all":  # the adapter reaches size - size / nodes of the size - 1 peers of a rank
+            adapters = (size - 1) / (size - size / nodes)
+        case "point_to_point":
+            adapters = 1.0
+    bandwidth = min(adapters * hardware.network_bandwidth, inside)
+    return Link(hardware.network_latency + steps * hardware.step_latency, bandwidth)
 
 
 def shard_bytes(whole_bytes: float, ranks: int) -> float:
     """Bytes that a rank receives when ``ranks`` ranks gather (or reduce-scatter) ``whole_bytes``."""
     return whole_bytes * (ranks - 1) / ranks
-
-
-def _adapters(traffic: Traffic, size: int, on_a_node: float) -> float:
-    """Bandwidth in adapters of a group of ``size`` ranks, with ``on_a_node`` on each of several nodes."""
-    match traffic:
-        case "all_gather":
-            return on_a_node
-        case "all_to_all":  # the adapter reaches size - on_a_node of the size - 1 peers of a rank
-            return (size - 1) / (size - on_a_node)
-        case "point_to_point":
-            return 1.0

@@ -165,12 +165,8 @@ def shape_of(document: Keys) -> ModelShape:
     hidden, heads = size(keys, "hidden_size"), size(keys, "num_attention_heads")
     latent = None
     if family in _LATENT or (family not in FAMILIES and keys.get("kv_lora_rank")):
-        latent = LatentAttention(
-            q_rank=size(keys, "q_lora_rank", 0, least=0),
-            kv_rank=size(keys, "kv_lora_rank"),
-            rope_dim=size(keys, "qk_rope_head_dim"),
-            value_dim=size(keys, "v_head_dim"),
-        )
+        others = (size(keys, name) for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim"))
+        latent = LatentAttention(size(keys, "q_lora_rank", 0, least=0), *others)
         head_dim = size(keys, "qk_nope_head_dim") + latent.rope_dim
     elif "head_dim" not in keys and hidden % heads:
         raise UserError(
@@ -237,11 +233,8 @@ def _pattern(keys: Keys, experts: Experts | None) -> str:
     layers = len(types) if family == "nemotron_h" and types else size(keys, "num_hidden_layers")
     if types is None and family == "kimi_linear":
         full = keys.get("linear_full_attn_layers")
-        types = (
-            [_FULL if layer + 1 in full else "linear_attention" for layer in range(layers)]
-            if isinstance(full, list)
-            else None
-        )
+        if isinstance(full, list):
+            types = [_FULL if layer + 1 in full else "linear_attention" for layer in range(layers)]
     elif types is None and family == "falcon_h1":
         types = ["hybrid"] * layers
     elif types is None and "full_attention_interval" in keys:

@@ -74,11 +74,6 @@ class DocumentPhases:
         held: NDArray[np.int64] = length + np.where(start > 0, 0, memory[document % len(memory)])
         return held
 
-    def taken(self, table: Table) -> "DocumentPhases":
-        """The phases of segments, as if each were a document."""
-        memory = self.held_tokens(table) - _rows(table)[:, 2]
-        return DocumentPhases({"all": self.of(table)}, memory)
-
     @property
     def digest(self) -> str:
         """A digest that processes compare, because their plans depend on these numbers."""

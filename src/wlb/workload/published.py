@@ -7,16 +7,18 @@ from wlb.errors import UserError, choose_from
 from wlb.workload.shapes import Experts, Indexer, LatentAttention, LinearLayer, ModelShape
 
 _DEEPSEEK_LATENT = LatentAttention(q_rank=1536, kv_rank=512, rope_dim=64, value_dim=128)
+_GPT_OSS = ModelShape(
+    *(2880, 24, 64, 8, 64, 2880, 201_088),
+    sliding_window=128,
+    full_attention_every=2,
+    experts=Experts(32, 4, 2880, biased=True),
+)
 
 
-def _qwen_hybrid(*sizes: int, experts: Experts | None = None, value_heads: int = 32) -> ModelShape:
+def _qwen_hybrid(dense: ModelShape, experts: Experts | None = None, value_heads: int = 32) -> ModelShape:
     """Full attention in every fourth block, as in Qwen3-Next."""
-    hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size = sizes
-    pattern = layers // 4 * ("MEMEME*E" if experts else "M-M-M-*-")
-    dense = ModelShape(hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size, gated_attention=True)
-    return replace(
-        dense, pattern=pattern, experts=experts, linear=LinearLayer("gated_delta", value_heads, 16, 128, 128)
-    )
+    linear, pattern = LinearLayer("gated_delta", value_heads, 16, 128, 128), "MEMEME*E" if experts else "M-M-M-*-"
+    return replace(dense, pattern=dense.layers // 4 * pattern, experts=experts, linear=linear, gated_attention=True)
 
 
 # hidden, layers, heads, kv_heads, head_dim, ffn_hidden, vocab_size
@@ -63,12 +65,12 @@ MODEL_SHAPES: dict[str, ModelShape] = {
     ),
     # Hybrids. Qwen3.6 35B-A3B has the shape of Qwen3.5's.
     "qwen3-next-80b-a3b": _qwen_hybrid(
-        *(2048, 48, 16, 2, 256, 5120, 151_936), experts=Experts(512, 10, 512, shared_hidden=512)
+        ModelShape(2048, 48, 16, 2, 256, 5120, 151_936), Experts(512, 10, 512, shared_hidden=512)
     ),
-    "qwen3.5-9b": _qwen_hybrid(4096, 32, 16, 4, 256, 12_288, 248_320),
-    "qwen3.5-27b": _qwen_hybrid(5120, 64, 24, 4, 256, 17_408, 248_320, value_heads=48),
+    "qwen3.5-9b": _qwen_hybrid(ModelShape(4096, 32, 16, 4, 256, 12_288, 248_320)),
+    "qwen3.5-27b": _qwen_hybrid(ModelShape(5120, 64, 24, 4, 256, 17_408, 248_320), value_heads=48),
     "qwen3.5-35b-a3b": _qwen_hybrid(
-        *(2048, 40, 16, 2, 256, 4608, 248_320), experts=Experts(256, 8, 512, shared_hidden=512)
+        ModelShape(2048, 40, 16, 2, 256, 4608, 248_320), Experts(256, 8, 512, shared_hidden=512)
     ),
     "kimi-linear-48b-a3b": ModelShape(
         *(2304, 27, 32, 32, 192, 9216, 163_840),
@@ -104,18 +106,8 @@ MODEL_SHAPES: dict[str, ModelShape] = {
     "gemma3-12b": ModelShape(*(3840, 48, 16, 8, 256, 15_360, 262_208), sliding_window=1024, full_attention_every=6),
     "gemma3-27b": ModelShape(*(5376, 62, 32, 16, 128, 21_504, 262_208), sliding_window=1024, full_attention_every=6),
     # Every other block with a window (gpt-oss model card, arXiv 2508.10925, section 2; sinks not modelled).
-    "gpt-oss-20b": ModelShape(
-        *(2880, 24, 64, 8, 64, 2880, 201_088),
-        sliding_window=128,
-        full_attention_every=2,
-        experts=Experts(32, 4, 2880, biased=True),
-    ),
-    "gpt-oss-120b": ModelShape(
-        *(2880, 36, 64, 8, 64, 2880, 201_088),
-        sliding_window=128,
-        full_attention_every=2,
-        experts=Experts(128, 4, 2880, biased=True),
-    ),
+    "gpt-oss-20b": _GPT_OSS,
+    "gpt-oss-120b": replace(_GPT_OSS, layers=36, experts=Experts(128, 4, 2880, biased=True)),
     # All blocks with a window (arXiv 2310.06825, Table 1); later versions have full attention.
     "mistral-7b": ModelShape(4096, 32, 32, 8, 128, 14_336, 32_000, sliding_window=4096),
 }

@@ -184,7 +184,6 @@ class ModelShape:
                     f"model shape has {name} = {getattr(self, name)} but no sliding_window for the other blocks; "
                     "give sliding_window too"
                 )
-
         for part, sizes in (("indexer", self.indexer), ("linear", self.linear)):
             _check_sizes(part, {} if sizes is None else vars(sizes))
         if self.indexer is not None and (self.latent is None or self.indexer.layers > self.layers):

@@ -61,9 +61,8 @@ def _attention_weights(shape: ModelShape) -> int:
     to_latent = hidden * (latent.kv_rank + latent.rope_dim)
     indexing = 0
     if indexer is not None:
-        of_one = (latent.q_rank or hidden) * indexer.heads * indexer.head_dim + hidden * (
-            indexer.head_dim + indexer.heads
-        )
+        from_query = (latent.q_rank or hidden) * indexer.heads * indexer.head_dim
+        of_one = from_query + hidden * (indexer.head_dim + indexer.heads)
         indexing = of_one * indexer.layers // shape.layers
     return to_query + to_latent + latent_expansion(shape) + shape.heads * latent.value_dim * hidden + indexing
 
