@@ -82,10 +82,10 @@ def _cuts(task: Task, parts: int, shares: tuple[float, ...]) -> Iterator[tuple[T
         number = np.maximum(np.minimum(number, sizes), -(-rest_tokens // space)).astype(np.int64)
         pieces: list[tuple[int, Indices]] = []
         for group, (own, count, most) in enumerate(zip(falling, number.tolist(), space.tolist(), strict=True)):
-            held, costs, owners = task.tokens[own].tolist(), task.prices[own].tolist(), np.zeros(len(own), np.int64)
+            held, costs = task.tokens[own].tolist(), task.prices[own].tolist()
             while count > 1 and -1 in (owners := into_lightest(held, costs, [0.0] * count, [most] * count)):
                 count += 1
-            pieces += [(group, part) for part in members_of(own, owners, count)]
+            pieces += [(group, part) for part in (members_of(own, owners, count) if count > 1 else [own])]
         if len(pieces) > before:
             before = len(pieces)
             yield cut(pieces)
