@@ -11,7 +11,7 @@ from tests.limits import examples
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import LayerMemory
-from wlb.job.memory.walk import Walk, predict_memory, predict_rank_memory, unlike_ranks
+from wlb.job.memory.walk import Walk, predict_memory, predict_rank_memory, rank_memories, unlike_ranks
 from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import FORWARD, HEAD, Operation, rank_operations
 from wlb.simulate import simulated_job
@@ -248,3 +248,23 @@ def test_of_other_ranks_latents_are_kept_and_not_what_they_expand_to():
 
 def test_a_window_saves_no_memory():
     assert held(WINDOWED, BlockKind("sliding", False), cp=2) == held(DENSE, BlockKind("full", False), cp=2)
+
+
+@pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, virtual_pp=2), Layout(pp=2, virtual_pp=4)])
+def test_pipeline_ranks_together_hold_each_weight_once(layout: Layout):
+    ranks = [predict_rank_memory(job(layout), [64] * 8, rank).parts["weights"] for rank in range(layout.pp)]
+    assert sum(ranks) == predict_rank_memory(job(), [64] * 8, 0).parts["weights"]
+
+
+class Forgetful(dict[Any, Any]):
+    def __contains__(self, key: object) -> bool:
+        return False
+
+
+@settings(max_examples=examples(20), deadline=None)
+@given(jobs(), st.lists(st.sampled_from([1, 64, 4096]), min_size=8, max_size=8), st.booleans())
+def test_passes_that_a_walk_remembers_change_memory_as_if_walked_again(job: Job, rows: list[int], frees: bool):
+    job = freeing(job) if frees and job.layout.pp == 1 else job
+    forgetful = Walk(job)
+    forgetful.passes, forgetful.known = Forgetful(), Forgetful()
+    assert rank_memories(job, rows) == rank_memories(job, rows, walk=forgetful)
