@@ -129,6 +129,8 @@ def _run(name: str, stack: Stack, checkout: Path | None) -> tuple[str, dict[str,
     ]
     print(f"== {name} {stack.version}: {' '.join(stack.pins)}", flush=True)
     subprocess.run(command, cwd=ROOT, env=environment, check=False)
+    if not xml.exists():
+        return f"{name}: FAILED before the first test", None
     counts, features = read(ElementTree.parse(xml))
     names = sorted(
         {"torch", "transformers", "accelerate", *(pin.partition("=")[0].partition("<")[0] for pin in stack.pins)}
@@ -150,7 +152,7 @@ def read(tree: "ElementTree.ElementTree[Any]") -> tuple[Counter[str], dict[str, 
     """How many tests passed, FAILED and were skipped, and what the results of pytest say of each feature.
 
     A feature is exact if all its tests passed, and refused if WLB refuses to train some of it; "not run" also if a test
-    failed or was skipped, or if a file of tests could not be read.
+    was skipped, or if a file of tests could not be read.
     """
     counts: Counter[str] = Counter()
     of_features: dict[str, set[str]] = {feature: set() for feature in FEATURES}
@@ -168,7 +170,9 @@ def read(tree: "ElementTree.ElementTree[Any]") -> tuple[Counter[str], dict[str, 
 
 
 def _verdict(kinds: set[str]) -> str:
-    if not kinds or kinds & {"FAILED", "skipped"}:
+    if "FAILED" in kinds:
+        return "failed"
+    if not kinds or "skipped" in kinds:
         return "not run"
     return "refused" if "refused" in kinds else "exact"
 
@@ -179,7 +183,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _cells(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
-    yield ["", *(f"{row['stack']} {row['version']}" for row in rows)]
+    yield ["pins of", *(f"{row['stack']} {row['version']}" for row in rows)]
     yield ["---"] * (len(rows) + 1)
     for feature in FEATURES:
         yield [feature, *(row["features"].get(feature, "not run").replace("not run", "–") for row in rows)]

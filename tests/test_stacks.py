@@ -43,6 +43,7 @@ def test_a_feature_is_exact_only_if_all_its_tests_passed():
     assert counts == {"passed": 5, "skipped": 1, "FAILED": 1}
     assert {name: verdict for name, verdict in features.items() if verdict != "not run"} == {
         packed: "exact",
+        resume: "failed",
         "OPT": "refused",
     }
     assert {*read_text(text + "<testcase classname=''><error/></testcase>")[1].values()} == {"not run"}

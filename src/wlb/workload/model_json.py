@@ -71,6 +71,7 @@ _LETTERS |= {"moe": "E", "mlp": "-"}
 _SHAPES_MORE = re.compile(
     r"expert|moe_(?!router)|linear_|mamba|ssm|conv|^index|lora|(?<!max_)window|chunk|(layer|block|attn)_type|attn_layer"
     r"|attention_(layers|interval)|layer_group|pattern|hybrid|compress|^hc_|state_size|per_layer|global_|latent|_gate$"
+    r"|encoder_decoder"
 )
 _SHARED = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
 _MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", *_LATENT)  # always
@@ -219,7 +220,7 @@ def shape_of(document: Keys) -> ModelShape:
 def _linear(keys: dict[str, Any]) -> LinearLayer:
     kind, *names = _LINEAR[keys["model_type"]]
     if keys.get("mamba_d_head") == "auto":
-        inner = keys.get("mamba_d_ssm") or size(keys, "mamba_expand", 2) * size(keys, "hidden_size")
+        inner = size(keys, "mamba_d_ssm", size(keys, "mamba_expand", 2) * size(keys, "hidden_size"))
         keys = keys | {"mamba_d_head": inner // size(keys, "mamba_n_heads")}
     return LinearLayer(kind, *(size(keys, name) for name in names))
 

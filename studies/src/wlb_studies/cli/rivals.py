@@ -110,14 +110,13 @@ def rivals(
 
 def _beside(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """What speedups leave out: attention that the base drops, and documents that wait."""
-    from wlb_studies.policies import DELAYING
-
     base, *others = outcomes
     dropped = 1 - base.attention_kept
     if dropped >= 0.005 and any(one.attention_kept == 1 for one in others):
         yield f"policies that train whole documents also the {dropped:.0%} of attention that {base.policy} drops"
-    if any(one.token_delay for one in others):
-        yield f"{DELAYING} delays documents, so a few steps have too many or too few long ones: compare at equal work"
+    if delaying := [one.policy for one in others if one.token_delay]:
+        names = " and ".join(delaying)
+        yield f"documents wait under {names}, so a few steps have too many or too few long ones: compare at equal work"
 
 
 def _show(outcomes: Sequence[Outcome], title: str, draws: str) -> None:

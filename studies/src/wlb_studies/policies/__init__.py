@@ -46,7 +46,7 @@ from wlb_studies.policies.ours import PresetPolicy
 from wlb_studies.policies.policy import Outcome, Policy, RankPolicy
 from wlb_studies.policies.sliced import SlicedPolicy
 
-BASE, DELAYING = "plain-4d", "wlb-llm"  # the one to compare with, and the one whose documents wait
+BASE = "plain-4d"  # the one to compare with
 _MANY = 6  # fewest policies for which separate processes pay
 POLICIES: dict[str, Policy] = {
     BASE: PresetPolicy(),
@@ -164,4 +164,4 @@ def epochs(space: SearchSpace, lengths: NDArray[np.int64], steps: int) -> int:
     return -(-(usual_steps(space.global_batch) + steps) * space.batch_tokens // int(lengths.sum()))
 
 
-__all__ = ["BASE", "DELAYING", "POLICIES", "Outcome", "Policy", "chosen", "compare", "epochs", "workers"]
+__all__ = ["BASE", "POLICIES", "Outcome", "Policy", "chosen", "compare", "epochs", "workers"]

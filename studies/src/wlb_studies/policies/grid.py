@@ -4,6 +4,7 @@ For each job, the best layout of each policy is searched (``wlb_studies.policies
 are cores. Windows of 128K to 1M tokens have synthetic documents that grow with the window, and run every policy. Source
 code, which anyone has, runs the policies ``_ON_SOURCES``: a byte counts as a token. A finished job is written to
 ``OUT/rivals/`` and reused with the same settings, so an interrupted run continues, and a new policy runs alone.
+Delete that directory when prices have changed.
 """
 
 import json
@@ -28,7 +29,7 @@ from wlb.simulate.search import DRAWS
 from wlb.simulate.space import search_space
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
 from wlb_studies.plots import pyplot_without_display, save
-from wlb_studies.policies import BASE, DELAYING, POLICIES, Outcome, compare
+from wlb_studies.policies import BASE, POLICIES, Outcome, compare
 from wlb_studies.policies.filling import Integers
 
 BATCH_TOKENS, _SOURCE_BATCH_TOKENS = 2**24, 2**22
@@ -166,7 +167,7 @@ def run(settings: Settings) -> Report:
             f"ours is the fastest in {sum(1 for one in findings if one.holds)} of {len(findings)} jobs",
             f"{steps} steps of {BATCH_TOKENS:,} tokens (source code: {_SOURCE_BATCH_TOKENS:,}) in each of {DRAWS} "
             "draws of the documents, after warm-up steps; each policy in its best layout, H100 preset",
-            f"{DELAYING} delays documents: its tokens are those that balanced trains with as much work",
+            "where documents wait, tokens are those that balanced trains with as much work",
             "source code: one token per byte; a draw repeats the standard library up to 5 times, sympy up to 2 times",
             "we re-implemented each policy from its publication; wlb_studies.policies lists the assumptions",
             *([f"plain-4d fits in memory in no layout of {', '.join(too_large)}"] if too_large else []),
