@@ -48,8 +48,10 @@ def test_every_setting_counts(name):
 @in_turn("name", [name for name, size in vars(SHAPE).items() if isinstance(size, int)])
 def test_every_dimension_counts(name):
     value = getattr(SHAPE, name)
-    other = replace(MODEL, shape=replace(SHAPE, **{name: value * 2}))
-    with pytest.raises(UserError, match=f"holds another model than the configuration: {name} {value} -> {value * 2};"):
+    changed: Any = not value if isinstance(value, bool) else value * 2
+    other = replace(MODEL, shape=replace(SHAPE, **{name: changed}))
+    change = f"{name} {json.dumps(value)} -> {json.dumps(changed)}"
+    with pytest.raises(UserError, match=f"holds another model than the configuration: {change};"):
         check_model(PATH, saved(MODEL), other)
 
 
