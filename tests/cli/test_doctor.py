@@ -108,6 +108,13 @@ def test_broken_and_unsuitable_packages_are_problems(installed):
     assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("found", [None, "unknown", "2.13.0"])
+def test_a_version_that_nobody_can_compare_is_no_problem(found, monkeypatch):
+    monkeypatch.setattr(environment, "version", lambda name: found)
+    monkeypatch.setattr(environment, "requires", lambda name: ["torch<2.15,>=2.11"])
+    assert [*environment.wrong_versions()] == []
+
+
 def test_an_import_that_fails_crashes_or_prints_is_one_line(tmp_path, monkeypatch):
     sources = {
         "raises": "raise ImportError('undefined symbol:\\n  _ZN3c10')",

@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
 
 # By the name on the package index, the module whose import fails where training would: our adapter, or what it adapts.
 STACKS = {
@@ -110,11 +111,10 @@ def wrong_versions() -> Iterator[str]:
         return
     for one in required:
         of_user = one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in _EXTRAS)
-        try:
-            if of_user and not one.specifier.contains(found := version(one.name), prereleases=True):
+        with suppress(PackageNotFoundError, InvalidVersion):  # not installed, or of a version that nobody can compare
+            found = version(one.name) or ""
+            if of_user and found and not one.specifier.contains(Version(found), prereleases=True):
                 yield f"{one.name} {found}: wlb-llm needs {one.name}{one.specifier}"
-        except PackageNotFoundError:
-            continue
 
 
 def broken_packages(packages: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
