@@ -27,7 +27,7 @@ def padded(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": ones, "labels": ids.masked_fill(ones == 0, -100)}
 
 
-def train(way: str = "balanced") -> float:
+def train(way: str) -> float:
     """Train in one ``way``, and return the loss on documents held out."""
     documents, is_back = stand_ins.documents(), way == "back"
     settings = TrainingArguments(
