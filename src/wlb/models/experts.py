@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.tensor import DTensor
 
 from wlb.runtime.routers import counted, router_losses
@@ -110,10 +111,9 @@ class MixtureOfExperts(nn.Module):
         expert = torch.arange(arriving.shape[1], device=rows.device).repeat(len(arriving))
         expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive))
         order, back = _in_order(expert)
-        arrived = _Exchanged.apply(rows, send, receive, self.group)
+        arrived = all_to_all_single_autograd(rows, receive, send, self.group)
         found = self.experts(_Permuted.apply(arrived, order, back), arriving.sum(0))
-        home: Tensor = _Exchanged.apply(_Permuted.apply(found, back, order), receive, send, self.group)
-        return home
+        return all_to_all_single_autograd(_Permuted.apply(found, back, order), send, receive, self.group)
 
 
 class GroupedExperts(nn.Module):
@@ -160,26 +160,6 @@ def _in_order(keys: Tensor) -> tuple[Tensor, Tensor]:
     """The stable order of ``keys``, and its inverse."""
     order = keys.argsort(stable=True)
     return order, torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def _sent(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty(sum(receive), rows.shape[1])
-    dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group)
-    return arrived
-
-
-class _Exchanged(torch.autograd.Function):
-    """The rows that other ranks sent here; the backward sends gradients the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.back = receive, send, group
-        return _sent(rows, send, receive, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _sent(gradient, *ctx.back), None, None, None
 
 
 class _Permuted(torch.autograd.Function):

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
@@ -22,6 +21,7 @@ TENSOR_PARALLEL, LOSS = "tensor-parallel activations", "loss and norms over tens
 KEYS_AND_VALUES, STAGES, AGREEMENT = "keys and values", "activations of stages", "agreement of ranks"
 EXPERTS, COUNTS = "tokens of experts", "numbers of tokens of experts"
 _NAMESPACES = ("c10d", "_c10d_functional")
+_OF_RESULTS = {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}  # they communicate nothing
 
 
 class Call(NamedTuple):
@@ -53,7 +53,7 @@ class CallLog:
 
     def see(self, operator: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Note ``operator`` if it communicates; raises ``NotImplementedError`` if it does in a way unknown here."""
-        if operator.namespace not in _NAMESPACES or operator is torch.ops._c10d_functional.wait_tensor.default:
+        if operator.namespace not in _NAMESPACES or operator.name() in _OF_RESULTS:
             return
         reader = _READERS.get(operator.name())
         if reader is None:
@@ -109,14 +109,16 @@ def _functional(operation: str, purpose: str, arguments: dict[str, Any]) -> Call
 
 def _all_to_all(arguments: dict[str, Any]) -> Call:
     """Keys and values, which have four dimensions; rows for experts; or how many those are, as many for every rank."""
-    output, group = arguments["output"], _group(arguments)
-    purpose = {4: KEYS_AND_VALUES, 2: EXPERTS, 1: COUNTS}[output.dim()]
-    even = [len(output) // group.size()] * group.size()
+    is_functional = "group_name" in arguments
+    group = _resolve_process_group(arguments["group_name"]) if is_functional else _group(arguments)
+    rows = arguments["input"]
+    purpose = {4: KEYS_AND_VALUES, 2: EXPERTS, 1: COUNTS}[rows.dim()]
+    even = [len(rows) // group.size()] * group.size()
     receives, sends = (tuple(arguments[f"{side}_split_sizes"]) or tuple(even) for side in ("output", "input"))
     others = sum(receives) - receives[group.rank()]
-    row_bytes = math.prod(output.shape[1:]) * output.element_size()
-    call = _collective("all_to_all", purpose, group, output)
-    return call._replace(shape=(_type(output), sends, receives), received=others * row_bytes)
+    row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
+    call = _collective("all_to_all", purpose, group, rows)
+    return call._replace(shape=(_type(rows), sends, receives), received=others * row_bytes)
 
 
 def _message(operation: str, side: str, arguments: dict[str, Any]) -> Call:
@@ -138,6 +140,7 @@ _READERS: dict[str, Callable[[dict[str, Any]], Call]] = {
     "c10d::recv_": partial(_message, "receive", "src"),
     "_c10d_functional::all_gather_into_tensor": partial(_functional, "all_gather", TENSOR_PARALLEL),
     "_c10d_functional::reduce_scatter_tensor": partial(_functional, "reduce_scatter", TENSOR_PARALLEL),
+    "_c10d_functional::all_to_all_single": _all_to_all,
     "_c10d_functional::all_reduce": partial(_functional, "all_reduce", LOSS),
     "_c10d_functional::all_reduce_": partial(_functional, "all_reduce", LOSS),
 }
