@@ -25,7 +25,7 @@ from wlb.os_limits import usable_memory
 from wlb.packing.options import LARGEST_AUTO_FACTOR
 from wlb.training import preflight
 from wlb.training.dry_run import dry_run, find_problems
-from wlb.training.preflight import check_agreed, check_job, least_limit, memory_limit
+from wlb.training.preflight import check_agreed, check_job, memory_limit
 from wlb.training.process import TrainingError
 from wlb.workload.profile import write_profile
 
@@ -222,8 +222,7 @@ def _agree(folder: Path) -> float:
     config = auto_job(folder)
     gib = needed_gib(config, 2 * WINDOW) / USABLE_SHARE if dist.get_rank() else 1000
     with mock.patch.object(preflight, "usable_memory", return_value=gib * 2**30):
-        limit = least_limit("cpu", 1)
-    job = check_job(config, 1, limit).job
+        job = check_job(config, 1).job
     check_agreed(job)
     with pytest.raises(TrainingError, match="ranks decided on different jobs"):
         check_agreed(job.with_length_factor(1.0 + dist.get_rank()))

@@ -18,7 +18,7 @@ from tests.training.jobs import endless, read_steps, write_config
 from tests.training.processes import ranks, said
 from wlb.training import stalls
 from wlb.training.process import HungError, Termination, TrainingError
-from wlb.training.stalls import BegunStep, record_flight, stalls_named
+from wlb.training.stalls import record_flight, stalls_named
 
 LIMIT = f"wlb: error: step {{}} did not end within training.timeout_seconds = {HUNG_SECONDS:g} s: rank 1 "
 STOPPED = "does not answer (stopped, or its machine is gone)"
@@ -95,17 +95,17 @@ def _alone():
 @pytest.mark.usefixtures("_alone")
 @pytest.mark.parametrize("wait", [wait_for_a_rank, wait_for_the_store])
 def test_a_backend_that_gives_up_waiting_has_found_a_hang(wait):
-    begun = BegunStep()
-    begun.number = 7
+    termination = Termination()
+    termination.step = 7
     verdict = "step 7 did not end within training.timeout_seconds = 3 s: all ranks wait in collectives: they were "
-    with pytest.raises(HungError, match=verdict), stalls_named(3.0, begun, Termination()):
+    with pytest.raises(HungError, match=verdict), stalls_named(3.0, termination):
         wait()
 
 
 @pytest.mark.usefixtures("_alone")
 @in_turn("error", [RuntimeError("Connection closed by peer"), TrainingError("timed out"), TimeoutError()])
 def test_other_errors_stay_what_they_are(error):
-    with pytest.raises(type(error)) as raised, stalls_named(3.0, BegunStep(), Termination()):
+    with pytest.raises(type(error)) as raised, stalls_named(3.0, Termination()):
         raise error
     assert raised.value is error
 

@@ -287,7 +287,7 @@ def main() -> None:
         notebook = Notebook(files.enter_context((out / "turn").open("w")))
         trainers = [Trainer(check_job(config, processes), device) for config in configs]
         for trainer in trainers:
-            notebook.mark(trainer.monitor.clock)
+            notebook.mark(trainer.runner.clock)
         running = {number: trainer.steps() for number, trainer in enumerate(trainers)}
         last = max(config.training.steps or 0 for config in configs)
         for round_ in count(1):

@@ -1,4 +1,4 @@
-"""What a job observes of itself: its ranks measure every step and exchange that, and rank 0 reports it.
+"""What a job shows of itself: rank 0 reports every step, and each rank can trace some.
 
 Rank 0 writes ``steps.jsonl``, ``evaluation.jsonl`` and the files of TensorBoard. A file never holds a step twice: a
 resumed job removes the lines after its checkpoint, reading only the end, and a new job renames an older file.
@@ -17,13 +17,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule, tensorboard_trace_handler
 
 from wlb.job.config import MetricsConfig
 from wlb.runtime.batch import Batch
-from wlb.runtime.clock import ComputeClock
-from wlb.runtime.collectives import gathered_rows
 from wlb.runtime.steps import RankStep
 from wlb.terminal import next_command, number_of
 from wlb.training.environment import attention_note, hardware_name, tokenizer_warning
@@ -37,29 +34,17 @@ STEPS = "steps.jsonl"  # in metrics.dir
 _STEPS_3_AND_4 = schedule(wait=1, warmup=1, active=2, repeat=1)  # of a run; starting the profiler slows step 2
 
 
-class Monitor:
-    """The monitor of one rank; every rank calls every method. The pipeline starts and stops ``clock``.
+def tracing(metrics: MetricsConfig, device: torch.device) -> profile:
+    """The profiler around the steps of a rank; call its ``step`` after each.
 
-    ``trace`` is the profiler around the steps; call its ``step`` after each. With ``metrics.profile`` it writes a
-    Chrome trace of steps 3 and 4 of a run to ``metrics.dir``/trace, with the regions named by ``record_function``.
+    With ``metrics.profile`` it writes a Chrome trace of steps 3 and 4 of a run to ``metrics.dir``/trace, with the
+    regions named by ``record_function``.
     """
-
-    def __init__(self, metrics: MetricsConfig, device: torch.device) -> None:
-        self._device = device
-        self.clock = ComputeClock(device)
-        self.trace = profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
-            schedule=_STEPS_3_AND_4 if metrics.profile else lambda step: ProfilerAction.NONE,
-            on_trace_ready=tensorboard_trace_handler(f"{metrics.dir}/trace", f"rank-{dist.get_rank()}", use_gzip=True),
-        )
-
-    def exchange(self, loss_share: Tensor) -> tuple[float, NDArray[np.float64]]:
-        """After the backward passes of a step, return its loss and the seconds that each rank computed, shape (ranks,).
-
-        ``loss_share`` is a scalar; the loss is the sum of all ranks' shares.
-        """
-        rows = gathered_rows([float(loss_share), self.clock.end_step()], torch.float64, self._device)
-        return float(rows[:, 0].sum()), rows[:, 1].numpy()
+    return profile(
+        activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
+        schedule=_STEPS_3_AND_4 if metrics.profile else lambda step: ProfilerAction.NONE,
+        on_trace_ready=tensorboard_trace_handler(f"{metrics.dir}/trace", f"rank-{dist.get_rank()}", use_gzip=True),
+    )
 
 
 class Reporter:

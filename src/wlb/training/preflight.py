@@ -63,12 +63,6 @@ def memory_limit(device_type: str, local_processes: int) -> MemoryLimit:
     return MemoryLimit(USABLE_SHARE * share, f"{USABLE_SHARE:.0%} of this machine's memory by {local_processes}")
 
 
-def least_limit(device_type: str, local_processes: int) -> MemoryLimit:
-    """The smallest ``memory_limit`` of all ranks, so that all decide alike; called on every rank."""
-    limits = gathered(memory_limit(device_type, local_processes))
-    return min(limits, key=lambda limit: limit.number_of_bytes)
-
-
 def check_agreed(job: Job) -> None:
     """Raise ``TrainingError`` if ranks decided on different jobs; called on every rank."""
     decided = f"{job.layout} {job.packing.in_use()} {job.profile}"
@@ -79,13 +73,13 @@ def check_agreed(job: Job) -> None:
         )
 
 
-def check_job(config: JobConfig, local_processes: int, limit: MemoryLimit | None = None) -> CheckedJob:
+def check_job(config: JobConfig, local_processes: int) -> CheckedJob:
     """Raise ``UserError`` for whatever would stop the job later; ``local_processes`` run on this machine.
 
-    Each may use memory up to ``limit``, by default ``memory_limit`` of this machine.
+    All ranks call it together, and decide alike by the smallest ``memory_limit`` of their machines.
     """
     device = torch.device(device_type(config.training, local_processes))
-    limit = limit or memory_limit(device.type, local_processes)
+    limit = min(gathered(memory_limit(device.type, local_processes)), key=lambda one: one.number_of_bytes)
     store = TokenStore.open(*config.data.stores)
     job = checked(config, store, hardware_name(device), limit, lambda check: check())
     job.check_data()

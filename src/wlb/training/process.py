@@ -121,9 +121,11 @@ def signals_to_end() -> set[signal.Signals]:
 
 
 class Termination:
-    """Whether this rank was asked to end. Call ``listen`` in the main thread, before other threads start."""
+    """Whether this rank was asked to end, or hangs. Call ``listen`` in the main thread, before other threads start."""
 
     def __init__(self) -> None:
+        self.step = 0  # that the main thread has begun
+        self.lost = False  # whether a collective in it has failed
         self.asked = threading.Event()  # set by a signal; ranks compare it before each step, so that all stop together
         self.hung = threading.Event()  # once it is set, nothing can be saved, and a signal leaves no time
         self._grace_seconds: float | None = None  # before the first step there is nothing to save

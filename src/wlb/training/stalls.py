@@ -38,13 +38,6 @@ _DUMP_SECONDS = 3.0  # in which NCCL writes its flight recorder; it looks at the
 _SILENT, _WAITS = b"does not answer (stopped, or its machine is gone)", b"waits"
 
 
-class BegunStep:
-    """The ``number`` of the step that the main thread has begun; ``lost`` once a collective in it has failed."""
-
-    number = 0
-    lost = False
-
-
 def record_flight(directory: Path) -> None:
     """Have NCCL write its last collectives into ``directory`` on a time-out, unless the environment says otherwise."""
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
@@ -52,39 +45,40 @@ def record_flight(directory: Path) -> None:
 
 
 @contextmanager
-def stalls_named(limit_seconds: float, begun: BegunStep, termination: Termination) -> Iterator[None]:
+def stalls_named(limit_seconds: float, termination: Termination) -> Iterator[None]:
     """Raise ``HungError`` if a collective inside the block times out; all ranks enter it after the rendezvous."""
     # Connections of their own: the main thread may hang while it uses the store.
     store, alarm, nccl = (dist.distributed_c10d._get_default_store().clone() for _ in range(3))  # type: ignore[attr-defined]
     store.set(f"process/{dist.get_rank()}", f"{socket.gethostname()} {os.getpid()}")
-    threading.Thread(target=_answer, args=(alarm, threading.get_ident(), begun, termination), daemon=True).start()
-    threading.Thread(target=_leave_before_nccl, args=(nccl, limit_seconds, begun), daemon=True).start()
+    threading.Thread(target=_answer, args=(alarm, threading.get_ident(), termination), daemon=True).start()
+    threading.Thread(target=_leave_before_nccl, args=(nccl, limit_seconds, termination), daemon=True).start()
     try:
         yield
     except RuntimeError as error:
-        begun.lost = not isinstance(error, TrainingError)
-        if not begun.lost or not _TIMED_OUT.search(str(error)):
+        termination.lost = not isinstance(error, TrainingError)
+        if not termination.lost or not _TIMED_OUT.search(str(error)):
             raise
-        raise _verdict(store, limit_seconds, begun) from error
+        raise _verdict(store, limit_seconds, termination) from error
 
 
-def _answer(store: dist.Store, main_thread: int, begun: BegunStep, termination: Termination) -> None:
+def _answer(store: dist.Store, main_thread: int, termination: Termination) -> None:
     with suppress(RuntimeError):  # the store is gone, and so is the job
         store.wait(["alarm"], timedelta.max / 2)
         termination.hung.set()
         *_, place = stack = traceback.extract_stack(sys._current_frames()[main_thread])
-        waits = begun.lost or _unfinished() or any(_COLLECTIVE.search(frame.filename) for frame in stack[-_INNERMOST:])
+        in_collective = any(_COLLECTIVE.search(frame.filename) for frame in stack[-_INNERMOST:])
+        waits = in_collective or termination.lost or _unfinished()
         answer = _WAITS if waits else f"is in {place.name} ({Path(place.filename).name}:{place.lineno})".encode()
         store.set(f"answer/{dist.get_rank()}", answer)  # type: ignore[arg-type]  # bytes are as good as a string
 
 
-def _leave_before_nccl(store: dist.Store, limit_seconds: float, begun: BegunStep) -> None:
+def _leave_before_nccl(store: dist.Store, limit_seconds: float, termination: Termination) -> None:
     with suppress(RuntimeError):  # the store is gone, and so is the job
         signalled: dist.Store = store._underlying_non_prefix_store.clone()  # type: ignore[attr-defined]
         signalled.wait([_NCCL_TIMED_OUT], timedelta.max / 2)
         now = time.time_ns()
         if any(now - entry["time_created_ns"] > entry["timeout_ms"] * 1e6 for entry in _unfinished()):
-            error = _verdict(store, limit_seconds, begun)
+            error = _verdict(store, limit_seconds, termination)
             time.sleep(_DUMP_SECONDS)
             leave(error)
 
@@ -96,8 +90,8 @@ def _unfinished() -> list[dict[str, Any]]:
     return [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
 
 
-def _verdict(store: dist.Store, limit_seconds: float, begun: BegunStep) -> HungError:
-    limit = f"step {begun.number} did not end within training.timeout_seconds = {limit_seconds:g} s"
+def _verdict(store: dist.Store, limit_seconds: float, termination: Termination) -> HungError:
+    limit = f"step {termination.step} did not end within training.timeout_seconds = {limit_seconds:g} s"
     return HungError(f"{limit}: {_missing(store)}")
 
 

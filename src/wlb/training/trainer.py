@@ -26,19 +26,19 @@ from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.packing.plan import StepPlan
 from wlb.runtime.batch import Batch
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.collectives import gathered, on_every_rank
+from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
 from wlb.runtime.own_lists import own_micro_batches
 from wlb.runtime.steps import RankStep
 from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
-from wlb.training.observe import Monitor, Reporter
+from wlb.training.observe import Reporter, tracing
 from wlb.training.optimizer import clip_gradients, learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.training.preflight import CheckedJob, check_job, check_shared, directories_of, least_limit
+from wlb.training.preflight import CheckedJob, check_job, check_shared, directories_of
 from wlb.training.process import Terminated, Termination, TrainingError, say
 from wlb.training.rank_model import RankModel, build_model
-from wlb.training.stalls import BegunStep, stalls_named
+from wlb.training.stalls import stalls_named
 from wlb.training.steps import open_steps
 
 _DOCUMENTS_NAMED = 50  # in a message
@@ -50,36 +50,26 @@ def train(config: JobConfig, termination: Termination) -> dict[str, Any] | None:
     Raises ``UserError`` for invalid input, ``TrainingError`` if training cannot go on, ``Terminated`` if asked to end.
     """
     local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    begun, limit = BegunStep(), config.training.timeout_seconds
-    with joined_job(config) as device, stalls_named(limit, begun, termination), ExitStack() as held:
-        memory = least_limit(device.type, local_processes)
-        checked = on_every_rank(lambda: check_job(config, local_processes, memory))
+    limit = config.training.timeout_seconds
+    with joined_job(config) as device, stalls_named(limit, termination), ExitStack() as held:
+        checked = on_every_rank(lambda: check_job(config, local_processes))
         on_every_rank(lambda: held.enter_context(directories_of(config)) if dist.get_rank() == 0 else None)
         on_every_rank(lambda: check_shared(config))
-        return Trainer(checked, device, termination, begun).run()
+        return Trainer(checked, device, termination).run()
 
 
 class Trainer:
     """One rank of a job: builds everything, continues from the newest checkpoint, and trains."""
 
-    def __init__(
-        self,
-        checked: CheckedJob,
-        device: torch.device,
-        termination: Termination | None = None,
-        begun: BegunStep | None = None,
-    ) -> None:
+    def __init__(self, checked: CheckedJob, device: torch.device, termination: Termination | None = None) -> None:
         self.config = checked.config
         self.termination = termination or Termination()
-        self.begun = begun or BegunStep()
-
         config, job, training = checked.config, checked.job, checked.config.training
         self.model = model = build_model(checked, device)
-        self.monitor = Monitor(config.metrics, device)
         calibrates = training.calibrate and job.levels_steps and job.layout.tp == job.layout.ep == 1
         self.calibration = Calibration(training.calibrate, job.layout.pool_size, device) if calibrates else None
-        micro_batches, measured_by = job.rank_micro_batches, (self.monitor.clock, self.calibration)
-        self.runner = PipelineRunner(model.stages, job.layout, model.mesh, micro_batches, model.execution, *measured_by)
+        runs = job.rank_micro_batches, model.execution, self.calibration
+        self.runner = PipelineRunner(model.stages, job.layout, model.mesh, *runs)
         self.checkpointer = Checkpointer(config.checkpoint, checked.model, model.stages, model.optimizers)
         progress = Progress(0, None)
         if model.checkpoints:
@@ -127,7 +117,7 @@ class Trainer:
         """
         saved = self.step
         self.termination.allow(self.config.training.grace_seconds, self._kept)
-        with closing(self.planned), self.monitor.trace:
+        with closing(self.planned), tracing(self.config.metrics, self.model.execution.device) as trace:
             self._evaluate()  # the evaluation that a signal may have stopped in the job before this one
             while loaded := self._next_step():
                 self.step += 1
@@ -139,7 +129,7 @@ class Trainer:
                 if self.checkpointer.is_due(self.step):
                     self._save()
                     saved = self.step
-                self.monitor.trace.step()
+                trace.step()
                 yield self.step
             terminated = self.planned.ended_early
             terminated |= self._evaluate(last=not terminated)
@@ -152,13 +142,13 @@ class Trainer:
     def _next_step(self) -> RankStep[Batch] | None:
         if self.step >= (self.config.training.steps or math.inf):
             return None
-        self.begun.number = self.step + 1
+        self.termination.step = self.step + 1
         with record_function("data"):
             return next(self.planned, None)
 
     def _train_step(self, loaded: RankStep[Batch]) -> None:
         started = time.perf_counter()
-        outcome, computed = train_step(self.step, loaded, self.model, self.runner, self.monitor)
+        outcome, computed = train_step(self.step, loaded, self.model, self.runner)
         if self.reporter:
             seconds = loaded.wait_seconds + time.perf_counter() - started
             self.reporter.record(self.step, loaded, outcome, computed, seconds)
@@ -178,7 +168,7 @@ class Trainer:
 
 
 def train_step(
-    step: int, loaded: RankStep[Batch], model: RankModel, runner: PipelineRunner, monitor: Monitor
+    step: int, loaded: RankStep[Batch], model: RankModel, runner: PipelineRunner
 ) -> tuple[dict[str, float], NDArray[np.float64]]:
     """Train ``loaded`` as step ``step``; returns its outcome and the seconds that each rank computed, shape (ranks,).
 
@@ -192,7 +182,7 @@ def train_step(
         optimizer.zero_grad()
     losses = training.balance_loss / loaded.plan.tokens, training.router_z_loss / loaded.plan.tokens
     share = runner.run_step(loaded.batches, loaded.loss_tokens, loaded.plan.operations, losses)
-    loss, computed = monitor.exchange(share)
+    loss, computed = of_all_ranks(share, runner.clock.end_step())
     with record_function("gradient norm"):
         grad_norm = clip_gradients(model.stages, training.gradient_clip)
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):  # on every rank alike
@@ -207,6 +197,12 @@ def train_step(
             counts_LE = end_step(*of_step, training.router_bias_rate)
             outcome["busiest_expert"] = float((counts_LE.max(-1).values / counts_LE.double().mean(-1)).mean())
     return outcome, computed
+
+
+def of_all_ranks(loss_share: Tensor, seconds: float) -> tuple[float, NDArray[np.float64]]:
+    """The loss of a step, which is the sum of the shares, and the ``seconds`` of each rank, shape (ranks,)."""
+    rows = gathered_rows([float(loss_share), seconds], torch.float64, loss_share.device)
+    return float(rows[:, 0].sum()), rows[:, 1].numpy()
 
 
 def _documents_to_blame(plan: StepPlan, model: RankModel, losses: Sequence[Tensor]) -> str:

@@ -39,12 +39,11 @@ from wlb.os_limits import usable_cores
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.reading import make_batch
+from wlb.training import trainer
 from wlb.training.dry_run import find_problems
-from wlb.training.observe import Monitor
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.rank_model import RankModel, build_model
 from wlb.training.steps import open_steps
-from wlb.training.trainer import train_step
 
 _ON_DEVICE = ("tokens", "labels", "position_ids")
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
@@ -81,11 +80,9 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
     with fake_process_group(rank, checked.job.layout.world_size), as_on_a_gpu() if on_gpu else nullcontext():
         with watcher, fake_weights(fake):
             model = build_model(checked, torch.device("cpu"))
-        job, cpu = checked.job, torch.device("cpu")
-        monitor = Monitor(config.metrics, cpu)
-        per_rank = job.rank_micro_batches
-        runner = PipelineRunner(model.stages, job.layout, model.mesh, per_rank, model.execution, monitor.clock)
-        monitor.exchange = unset_fake_temporarily()(monitor.exchange)  # type: ignore[method-assign]
+        job = checked.job
+        runner = PipelineRunner(model.stages, job.layout, model.mesh, job.rank_micro_batches, model.execution)
+        exchanged = unset_fake_temporarily()(trainer.of_all_ranks)
         for optimizer in model.optimizers:
             for group in optimizer.param_groups:
                 group["foreach"] = on_gpu  # as it is chosen by the device of the weights
@@ -100,6 +97,7 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
             closing(open_steps(checked.store, job, config.training, share=model.share)) as loader,
             log.listening(),
             memory.without_trials(),
+            mock.patch.object(trainer, "of_all_ranks", exchanged),
         ):
             for step in range(1, steps + 1):
                 with watcher:
@@ -108,7 +106,7 @@ def _run(config: JobConfig, hardware: str, steps: int, rank: int) -> RankRun:
                 loaded = replace(planned, batches=tuple(_on_device(batch, fake) for batch in planned.batches))
                 memory.track_external(*(getattr(batch, name) for batch in loaded.batches for name in _ON_DEVICE))
                 with watcher, fake, memory:
-                    train_step(step, loaded, model, runner, monitor)
+                    trainer.train_step(step, loaded, model, runner)
                 counts.append(len(log.calls))
     of_steps = tuple(tuple(log.calls[first:last]) for first, last in pairwise(counts))
     peak = sum(of_device["Total"] for of_device in memory.get_tracker_snapshot("peak").values())

@@ -49,10 +49,9 @@ class PipelineRunner:
         mesh: JobMesh,
         micro_batches: int,
         execution: Execution,
-        clock: ComputeClock | None = None,
         calibration: Calibration | None = None,
     ) -> None:
-        self._clock, self._calibration = clock or ComputeClock(execution.device), calibration
+        self.clock, self._calibration = ComputeClock(execution.device), calibration
         self._modules, self._layout = stage_modules, layout
         self._mesh = mesh
         self._execution = execution
@@ -69,7 +68,7 @@ class PipelineRunner:
                     device=execution.device,
                     dtype=execution.dtype,
                     group=mesh.group("pp"),
-                    measuring=self._clock.measuring,
+                    measuring=self.clock.measuring,
                 )
                 for chunk, module in enumerate(stage_modules)
             ]
@@ -100,7 +99,7 @@ class PipelineRunner:
                 return _LOSS(module(batch.tokens, **_keywords(batch, next(routings))), batch.labels, loss_tokens)
 
             routings = iter(self.routed)
-            how: dict[str, Any] = {"calibration": self._calibration, "measuring": self._clock.measuring}
+            how: dict[str, Any] = {"calibration": self._calibration, "measuring": self.clock.measuring}
             losses = run_batches(module, batches, loss_of, keep_weights=kept, **how)
         else:
             mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
@@ -117,7 +116,7 @@ class PipelineRunner:
 
     def _measured_loss(self, scores_TV: Tensor, target: tuple[int, Tensor, int]) -> Tensor:
         micro_batch, labels, loss_tokens = target
-        with self._clock.measuring("loss", micro_batch):
+        with self.clock.measuring("loss", micro_batch):
             return _LOSS(scores_TV, labels, loss_tokens)
 
     def _loss_of_stream(self, x_TD: Tensor, target: tuple[int, Tensor, int]) -> Tensor:
