@@ -24,7 +24,7 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.simulate import simulate_step, simulated_job
+from wlb.simulate import simulate_steps, simulated_job
 from wlb.simulate.filling import global_batches
 from wlb.workload.base import Checkpointing
 
@@ -91,7 +91,7 @@ def step_of(job: Job, documents: np.ndarray, by: str) -> tuple[float, int, float
     )
     count = len(ranks[0])
     packing = job.packing.changed(global_batch=_WINDOWS * job.layout.dp * count)
-    step = simulate_step(StepPlan(0, ranks), replace(job, packing=packing))
+    step = simulate_steps([StepPlan(0, ranks)], replace(job, packing=packing))
     return float(step.seconds[0]), count, float(step.where["dp ranks"][0] / step.seconds[0])
 
 

@@ -36,10 +36,10 @@ def _load(
 
 
 def _times(lists, load: PipelineLoad) -> PipelineTimes:
-    weight, joined = (None if of is None else of.astype(float) for of in (load.weight, load.joined))
-    head = 0.0 if load.head is None else load.head
-    of_stages = load.forward.astype(float), load.backward.astype(float), weight, 0 if joined is None else joined
-    return pipeline_times(lists, *of_stages, head=head, transfer=load.transfer)
+    weight, joined, head = (0.0 if of is None else of.astype(float) for of in (load.weight, load.joined, load.head))
+    return pipeline_times(
+        lists, load.forward.astype(float), load.backward.astype(float), weight, joined, head, load.transfer
+    )
 
 
 def _makespan(lists, load: PipelineLoad) -> float:
@@ -163,7 +163,7 @@ def test_pipelines_may_deal_their_heads_differently():
         np.stack([getattr(one, name) for one in loads])[None].astype(float) for name in ("forward", "backward")
     )
     heads = np.array([[_heads(one) for one in loads]])
-    together = planned_times([lists], forward, backward, None, 0, heads, 20)
+    together = planned_times([lists], forward, backward, 0, 0, heads, 20)
     assert together.rank_ends[:, 0].T.tolist() == [
         _times(*one).rank_ends.tolist() for one in zip(lists, loads, strict=True)
     ]

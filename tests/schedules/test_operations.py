@@ -85,8 +85,6 @@ def test_interleaving_one_stage_is_1f1b():
     ("arguments", "message"),
     [
         (("zero_bubble", 2, 2, 1), "choose from auto, 1f1b, interleaved_1f1b"),
-        (("1f1b", 0, 2, 1), "pp = 0"),
-        (("1f1b", 2, 0, 1), "micro_batches = 0"),
         (("1f1b", 2, 4, 2), "use 'interleaved_1f1b'"),
         (("interleaved_1f1b", 4, 9, 2), "rounds of at least pp = 4; 9 micro-batches cannot be divided into 2"),
     ],

@@ -73,10 +73,13 @@ def pipelines(draw):
 @given(pipelines(), st.integers(0, 2**32))
 def test_agrees_with_an_event_driven_simulation(pipeline, seed):
     schedule, forward, backward, virtual_stages = pipeline
-    transfer = np.random.default_rng(seed).integers(0, 4, forward.shape[1]).astype(float)
+    rng = np.random.default_rng(seed)
+    transfer = rng.choice([0.0, 1.0]) * rng.integers(0, 4, forward.shape[1])
     operations = rank_operations(schedule, len(forward) // virtual_stages, forward.shape[1], virtual_stages)
     expected = event_driven_makespan(operations, forward, backward, transfer=transfer)
-    assert pipeline_makespan(*pipeline, transfer=transfer) == expected
+    assert pipeline_times(operations, forward, backward, transfer=transfer).rank_ends.max() == expected
+    if not transfer.any():
+        assert pipeline_makespan(*pipeline) == expected
 
 
 @settings(deadline=None)
@@ -129,11 +132,6 @@ def test_times_of_operations_fit_together():
     for index, operation in enumerate(times.operations):
         seconds = (backward if operation.kind == BACKWARD else forward)[:, operation.stage, operation.micro_batch]
         np.testing.assert_allclose(times.ends[index] - times.starts[index], seconds)
-
-
-def test_operations_are_those_of_the_stages_and_micro_batches_that_have_seconds():
-    with pytest.raises(ValueError, match=r"4 stages and 6 micro-batches, operations \(2, 6\)"):
-        pipeline_times(rank_operations("1f1b", 2, 6), np.ones((4, 6)), np.ones((4, 6)))
 
 
 @pytest.mark.parametrize(

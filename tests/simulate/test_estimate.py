@@ -60,10 +60,10 @@ def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path
         )
     except UserError:  # no layout fits
         return
-    base = found.searched[BASELINE].job
-    for preset in found.searched.keys() - {BASELINE, *VARIANTS}:
+    jobs = {name: result.job for name, result in found.verdict.systems.items()}
+    for preset in jobs.keys() - {BASELINE, *VARIANTS}:
         path = tmp_path / f"{preset}.toml"
-        path.write_text(config_of(preset, found.searched[preset].job, base, settings["model"], "x"))
+        path.write_text(config_of(preset, jobs[preset], jobs[BASELINE], settings["model"], "x"))
         config = load_config(path)
         judged = judge_config(config, Job.from_config(config, settings["hardware"]), lengths, steps=2)
         assert judged.speeds(CONFIGURED) == found.verdict.speeds(preset)

@@ -22,7 +22,7 @@ from wlb.packing.plan import StageRanks, StepPlan
 from wlb.schedules.layout import Layout
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases, Priced
-from wlb.simulate import simulate_step, simulated_job
+from wlb.simulate import simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import Packed, by_memory, decide, holds, pool_choices
 from wlb.simulate.level import LevelSteps
@@ -115,7 +115,7 @@ def test_pools_that_share_experts_are_in_lock_step_in_every_micro_batch(preset, 
 def test_experts_see_the_tokens_of_all_ranks_of_their_group():
     """The rank with few tokens waits for the others, and computes its share of their experts."""
     one = routed_job("per-document-4d", dp=4, ep=4)
-    steps = simulate_step(plans_of(one, 1)[0], one)
+    steps = simulate_steps([plans_of(one, 1)[0]], one)
     assert isinstance(steps, Steps)
     tokens = steps.shards.tokens.copy()
     tokens[0, 0] //= 2
@@ -233,7 +233,7 @@ def test_rounds_take_what_events_take(ep: int, checkpointing: str):
 
 def test_rounds_are_level_and_leave_the_lock_step_behind():
     one, plain = level_job(dp=16, ep=4), routed_job(dp=16, ep=4, micro_batches=1)
-    level = [float(simulate_step(plan, one).imbalance["dp"][0]) for plan in plans_of(one)]
+    level = [float(simulate_steps([plan], one).imbalance["dp"][0]) for plan in plans_of(one)]
     assert max(level) < 1.1
     rates = [rate(job, documents(), 3, job.work_prices).tokens_per_second for job in (plain, one)]
     assert rates[1] > rates[0]

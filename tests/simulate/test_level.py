@@ -16,7 +16,7 @@ from wlb.job.planner import StepPlanner
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.report.timeline import timeline
 from wlb.report.trace import write_trace
-from wlb.simulate import CAUSES, simulate_step, simulate_steps, simulated_job
+from wlb.simulate import CAUSES, simulate_steps, simulated_job
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.simulate.level import LevelSteps
@@ -76,7 +76,7 @@ def test_measured_prices_replace_those_of_hardware():
     )
     plan = StepPlan(0, ((MicroBatch((Segment(0, 0, 4096),), 1.0, (0, 1)), MicroBatch((Segment(1, 0, 9),), 1.0, (0,))),))
     profiles = [analytic_profile(model_shape("tiny"), times=times) for times in (1.0, 2.0)]
-    one, other = (simulate_step(plan, replace(job, profile=profile)).gpu_seconds for profile in profiles)
+    one, other = (simulate_steps([plan], replace(job, profile=profile)).gpu_seconds for profile in profiles)
     np.testing.assert_allclose(other, 2 * one)
     assert one.any()
 

@@ -21,7 +21,7 @@ from wlb.schedules.layout import Layout, Weights
 from wlb.simulate import decide as decide_module
 from wlb.simulate import search, simulated_job
 from wlb.simulate.decide import Choice, Packed, by_memory, decide
-from wlb.simulate.rate import rate, simulate_step
+from wlb.simulate.rate import rate, simulate_steps
 from wlb.simulate.search import drawn, fastest_layout, least_seconds
 from wlb.simulate.space import SearchSpace, search_space
 from wlb.workload import hardware_preset, make_workload
@@ -95,7 +95,7 @@ def test_no_step_takes_less_than_the_bound(preset: str):
         whole = replace(plan, ranks=(plan.micro_batches,))
         if job.packing.assignment == "arrival":  # undo the dealing
             whole = replace(plan, ranks=(tuple(chain(*zip(*plan.ranks, strict=True))),))
-        assert least_seconds(job, [Packed.of_plan(whole)]) <= float(simulate_step(plan, job).seconds[0])
+        assert least_seconds(job, [Packed.of_plan(whole)]) <= float(simulate_steps([plan], job).seconds[0])
 
 
 def test_ranks_share_a_dealt_head_in_the_bound():

@@ -13,7 +13,7 @@ from wlb.job.pipeline import PipelineLoads
 from wlb.job.planner import StepPlanner
 from wlb.report.timeline import timeline
 from wlb.schedules.operations import HEAD
-from wlb.simulate import CAUSES, simulate, simulate_step, simulate_steps
+from wlb.simulate import CAUSES, simulate, simulate_steps
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
 from wlb.simulate.step import Steps
@@ -53,14 +53,14 @@ def test_every_cause_takes_time_in_some_job():
     taken = set()
     for layout in (*LAYOUTS, {"shape": ROUTED, "dp": 4, "ep": 4}):
         simulated = job("plain-4d", **layout)
-        where = simulate_step(next(StepPlanner(simulated, documents()).plans()), simulated).where
+        where = simulate_steps([next(StepPlanner(simulated, documents()).plans())], simulated).where
         taken |= {cause for cause, seconds in where.items() if abs(seconds[0]) > 1e-9}
     assert taken == set(CAUSES)
 
 
 def test_what_the_job_lacks_costs_nothing():
     simulated = job(pp=1, micro_batches=2)
-    where = simulate_step(next(StepPlanner(simulated, documents()).plans()), simulated).where
+    where = simulate_steps([next(StepPlanner(simulated, documents()).plans())], simulated).where
     assert {cause for cause, seconds in where.items() if seconds[0] > 1e-12} == {"compute", "optimizer"}
 
 
@@ -68,7 +68,7 @@ def test_steps_are_priced_together_as_alone():
     simulated = job("balanced", pp=2, cp=2, dp=2)
     plans = [*islice(StepPlanner(simulated, documents()).plans(), 5)]
     together = simulate_steps(plans, simulated)
-    alone = [simulate_step(plan, simulated) for plan in plans]
+    alone = [simulate_steps([plan], simulated) for plan in plans]
     np.testing.assert_allclose(together.seconds, [float(result.seconds[0]) for result in alone], rtol=1e-12)
     np.testing.assert_allclose(together.gpu_seconds, np.concatenate([result.gpu_seconds for result in alone]))
 
@@ -77,7 +77,7 @@ def test_the_timeline_ends_with_the_step():
     simulated = job("wlb-llm", pp=4, cp=2, dp=2)
     plan = next(StepPlanner(simulated, documents()).plans())
     line = timeline(plan, simulated)
-    assert line.seconds == pytest.approx(float(simulate_step(plan, simulated).seconds[0]))
+    assert line.seconds == pytest.approx(float(simulate_steps([plan], simulated).seconds[0]))
     assert (line.rank_ends.max(axis=1) + line.reduction + line.optimizer).max() == pytest.approx(line.seconds)
     assert line.rank_ends.shape == (4, 2)
     assert line.ends.max() == line.rank_ends.max()
@@ -90,7 +90,7 @@ def test_a_dealt_head_is_work_of_the_ranks_that_run_it():
     dealt = decide(job("balanced", pp=4, dp=2, micro_batches=8, head="dealt"), documents())
     assert [*dealt.stage_blocks] == [2] * 4
     plan = next(StepPlanner(dealt, documents()).plans())
-    steps = simulate_step(plan, dealt)
+    steps = simulate_steps([plan], dealt)
     assert isinstance(steps, Steps)
     assert sum(steps.where.values()) == pytest.approx(steps.seconds)
     shards, heads = steps.shards, steps.head.both.sum(axis=(0, 3))  # (dp, micro-batches)
@@ -130,10 +130,10 @@ def test_a_tied_embedding_is_one_matrix_on_every_rank_that_has_it(pp, head, copi
 def test_weight_gradients_of_micro_batches_in_a_row_share_a_product(monkeypatch):
     simulated = decide(job("balanced", pp=2, micro_batches=4, pool=1, packing={"rank_micro_batches": 32}), documents())
     plan = next(StepPlanner(simulated, documents()).plans())
-    seconds = float(simulate_step(plan, simulated).seconds[0])
+    seconds = float(simulate_steps([plan], simulated).seconds[0])
     tokens = [one.tokens for one in plan.micro_batches]
     joined = PipelineLoads(simulated, plan.micro_batches).of(range(32)).joined
     assert joined is not None
     assert joined.sum(axis=0) / TICKS == pytest.approx(simulated.costs.joined_seconds(tokens, "blocks"), abs=1e-8)
     monkeypatch.setattr(Costs, "joined_seconds", lambda self, tokens, part: np.zeros(np.shape(tokens)))
-    assert float(simulate_step(plan, simulated).seconds[0]) > seconds
+    assert float(simulate_steps([plan], simulated).seconds[0]) > seconds

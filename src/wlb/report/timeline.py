@@ -10,7 +10,7 @@ from wlb.job.job import Job
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation
 from wlb.simulate.level import LevelSteps
-from wlb.simulate.rate import simulate_step
+from wlb.simulate.rate import simulate_steps
 from wlb.simulate.step import EVERYTHING, Steps
 from wlb.simulate.verdict import LOST, PARTS
 
@@ -79,9 +79,9 @@ class Timeline:
 
 def timeline(plan: StepPlan, job: Job) -> Timeline:
     """The timeline of one step that is already dealt to the data-parallel ranks of ``job``."""
-    steps = simulate_step(plan, job)
+    steps = simulate_steps([plan], job)
     times, (forward, backward) = steps.pipelines, steps.computing
-    weights = 0.0 if steps.weights is None else steps.weights[..., None]
+    weights = steps.weights[..., None]
     computed = {FORWARD: forward, BACKWARD: backward, INPUT: backward - weights, WEIGHT: weights + 0 * backward}
     pipeline_ranks = np.array([[one.stage % job.layout.pp] * job.layout.pools for one in times.operations])
     if isinstance(steps, Steps):

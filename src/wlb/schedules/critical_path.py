@@ -103,40 +103,50 @@ class _Rank:
         self.in_a_row = 0  # the last of them that are weight parts of one stage
         self.free = 0  # when the last of them ends
 
+    def hold(self, document: int, more: int) -> None:
+        """Count the memory of a forward or, if negative, release it."""
+        self.total += more
+        self.held[document] = self.held.get(document, 0) + more
+        if more > 0:
+            self.needed[document] -= more
+            (self.growing.add if self.needed[document] else self.growing.discard)(document)
+            self.most_needed = max([self.needed[other] for other in self.growing], default=0)
+        elif not self.held[document]:
+            del self.held[document]
+
 
 class _Ranks:
     """The operations that all ranks have run so far, and when each rank can run the next one."""
 
     def __init__(self, load: PipelineLoad, documents: Sequence[int], pp: int, limits: Sequence[int]) -> None:
         self._stages, self._pp = len(load.forward), pp
-        weight = 0 if load.weight is None else load.weight
+        none = 0 * load.backward
+        weight, joined = (none if of is None else of for of in (load.weight, load.joined))
         first_part, self._last_part = (BACKWARD, BACKWARD) if load.weight is None else (INPUT, WEIGHT)
-        seconds = {FORWARD: load.forward, first_part: load.backward - weight, WEIGHT: weight + 0 * load.backward}
-        self._seconds = {kind: table.tolist() for kind, table in seconds.items()}
-        self._joined = (0 * load.backward if load.joined is None else load.joined).tolist()
-        self._first_part = first_part
+        heads = [] if load.head is None else load.head.tolist()
+        seconds = {FORWARD: load.forward, first_part: load.backward - weight, WEIGHT: weight}
+        self._seconds = {kind: table.tolist() for kind, table in seconds.items()} | {HEAD: [heads] * pp}
+        self._joined, self._first_part = joined.tolist(), first_part
         self._transfer, self._leaves = load.transfer.tolist(), load.held.tolist()
         self._document = [index for index, count in enumerate(documents) for _ in range(count)]
         ends = accumulate(documents)
         # Micro-batches in the order in which they go backward.
-        self._back = [end - 1 - place for end, count in zip(ends, documents, strict=True) for place in range(count)]
+        back = [end - 1 - place for end, count in zip(ends, documents, strict=True) for place in range(count)]
         kinds = FORWARD, first_part
-        *tails, self._head_tails = _tails(load, self._back)
+        *tails, self._head_tails = _tails(load, back)
         self._tails = dict(zip(kinds, tails, strict=True))
         # The micro-batches that every stage has yet to run, in order, and which of them is next: -1 is none.
-        orders = dict(zip(kinds, (range(len(self._back)), self._back), strict=True))
+        orders = {FORWARD: range(len(back)), first_part: back}
         self._order = {kind: [chain(order, [-1]) for _ in load.forward] for kind, order in orders.items()}
         self._next = {kind: [*map(next, of_stages)] for kind, of_stages in self._order.items()}
-        self._head_seconds = [] if load.head is None else load.head.tolist()
-        self._head_rank = _dealt(self._head_seconds, (load.forward + load.backward).sum(axis=1), pp)
+        self._head_rank = _dealt(heads, (load.forward + load.backward).sum(axis=1), pp)
         # The forwards and backwards whose inputs have arrived.
         self._arrived: dict[str, list[dict[int, _Choice]]] = {kind: [{} for _ in load.forward] for kind in kinds}
         self._arrived[FORWARD][0] = {one: (0, -tail, 0, FORWARD, one) for one, tail in enumerate(tails[0][0])}
-        # The memory that the forwards of every document take on each rank.
-        needed = (np.bincount(self._document, load.held[rank::pp].sum(axis=0)).astype(np.int64) for rank in range(pp))
-        own = (range(rank, self._stages, pp) for rank in range(pp))
-        of_ranks = zip(range(pp), own, limits, (of.tolist() for of in needed), strict=True)
-        self.each = [_Rank(*of_rank) for of_rank in of_ranks]
+        self.each: list[_Rank] = []
+        for rank, limit in enumerate(limits):
+            needed = np.bincount(self._document, load.held[rank::pp].sum(axis=0)).astype(np.int64).tolist()
+            self.each.append(_Rank(rank, range(rank, self._stages, pp), limit, needed))
         self.each[0].ready[FORWARD, 0] = self._arrived[FORWARD][0][0]
         self._late: list[deque[int]] = [deque() for _ in load.forward]  # backwards of a stage with a weight part to run
         self.begins = [_NEVER] * pp  # when each rank can run its next operation
@@ -149,51 +159,30 @@ class _Ranks:
         joins = kind == WEIGHT and rank.operations[-1][::2] == (stage, WEIGHT)
         rank.in_a_row = (kind == WEIGHT) + joins * rank.in_a_row
         rank.operations.append(Operation(stage, micro_batch, kind))
+        rank.free = end = now + self._seconds[kind][stage][micro_batch]
         if kind == HEAD:
-            rank.free = end = now + self._head_seconds[micro_batch]
             del rank.ready[HEAD, micro_batch]
             self._arrive(self._first_part, self._stages - 1, micro_batch, number, end)
+        elif kind == WEIGHT:
+            rank.free -= joins * self._joined[stage][micro_batch]
+            self._late[stage].popleft()
         else:
-            rank.free = end = now + self._seconds[kind][stage][micro_batch]
-            if kind == WEIGHT:
-                rank.free -= joins * self._joined[stage][micro_batch]
-                self._late[stage].popleft()
+            following = self._next[kind][stage] = next(self._order[kind][stage])
+            if following in self._arrived[kind][stage]:
+                rank.ready[kind, stage] = self._arrived[kind][stage][following]
             else:
-                following = self._next[kind][stage] = next(self._order[kind][stage])
-                if following in self._arrived[kind][stage]:
-                    rank.ready[kind, stage] = self._arrived[kind][stage][following]
-                else:
-                    del rank.ready[kind, stage]
-                if kind == INPUT:
-                    self._late[stage].append(micro_batch)
-                self._hand_on(number, stage, kind, micro_batch, end)
-            if kind == FORWARD:
-                self._hold(rank, self._document[micro_batch], self._leaves[stage][micro_batch])
-            elif kind == self._last_part:
-                self._release(rank, self._document[micro_batch], self._leaves[stage][micro_batch])
+                del rank.ready[kind, stage]
+            if kind == INPUT:
+                self._late[stage].append(micro_batch)
+            self._hand_on(number, stage, kind, micro_batch, end)
+        if kind in (FORWARD, self._last_part) and (leaves := self._leaves[stage][micro_batch]):
+            rank.hold(self._document[micro_batch], leaves if kind == FORWARD else -leaves)
         self._look(rank)
-
-    def _hold(self, rank: _Rank, document: int, leaves: int) -> None:
-        """Count the memory of a forward."""
-        if leaves:
-            rank.total += leaves
-            rank.held[document] = rank.held.get(document, 0) + leaves
-            rank.needed[document] -= leaves
-            (rank.growing.add if rank.needed[document] else rank.growing.discard)(document)
-            rank.most_needed = max([rank.needed[other] for other in rank.growing], default=0)
-
-    def _release(self, rank: _Rank, document: int, leaves: int) -> None:
-        """Release the memory of a forward."""
-        if leaves:
-            rank.total -= leaves
-            rank.held[document] -= leaves
-            if not rank.held[document]:
-                del rank.held[document]
 
     def _hand_on(self, number: int, stage: int, kind: str, micro_batch: int, end: int) -> None:
         """Note when the result arrives at the operation that waits for it."""
         receiver = stage + (1 if kind == FORWARD else -1)
-        if receiver == self._stages and self._head_seconds:
+        if receiver == self._stages and self._head_rank:
             to = self._head_rank[micro_batch]
             since = end + self._transfer[micro_batch] * (to != number)
             head = since, -self._head_tails[micro_batch], to, HEAD, micro_batch

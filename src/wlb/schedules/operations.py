@@ -47,8 +47,8 @@ def rank_operations(schedule: str, pp: int, micro_batches: int, virtual_stages: 
     Rank r holds every pp-th stage from stage r on. ``interleaved_1f1b`` with one stage per rank is ``1f1b``, as the
     trainer runs it. ``1f1b`` also takes fewer micro-batches than ranks, as in Megatron-Core but not in torch.
 
-    Raises ``UserError`` for an unknown schedule, a size below 1, several stages per rank in a schedule for one, and
-    micro-batches that do not fill whole rounds.
+    Raises ``UserError`` for an unknown schedule, several stages per rank in a schedule for one, and micro-batches that
+    do not fill whole rounds.
     """
     check_operations(schedule, pp, micro_batches, virtual_stages)
     return tuple(_of_rank(rank, pp, micro_batches, virtual_stages) for rank in range(pp))
@@ -58,9 +58,6 @@ def check_operations(schedule: str, pp: int, micro_batches: int, virtual_stages:
     """Raise ``UserError`` for what ``rank_operations`` cannot run."""
     if schedule not in SCHEDULES:
         raise UserError(f"unknown pipeline schedule {schedule!r}; {choose_from(schedule, SCHEDULES)}")
-    for name, value in (("pp", pp), ("micro_batches", micro_batches), ("virtual_stages", virtual_stages)):
-        if value < 1:
-            raise UserError(f"{name} = {value} is below 1; raise it")
     if virtual_stages == 1:
         return
     if schedule == "1f1b":

@@ -51,15 +51,12 @@ class PipelineTimes(NamedTuple):
         return self.ends - self.seconds
 
 
-def pipeline_makespan(
-    schedule: str, forward: ArrayLike, backward: ArrayLike, virtual_stages: int = 1, *, transfer: ArrayLike = 0.0
-) -> Array:
+def pipeline_makespan(schedule: str, forward: ArrayLike, backward: ArrayLike, virtual_stages: int = 1) -> Array:
     """Return the seconds from the first forward to the last backward of a pipeline, or of many of them.
 
     ``forward`` and ``backward`` are seconds of shape (..., stages, micro_batches), stages in model order; rank r of
     pp = stages / ``virtual_stages`` runs every pp-th stage from stage r on. ``schedule`` is one of ``SCHEDULES``.
-    ``transfer`` is the time of a micro-batch from one rank to the next, in both directions; it broadcasts to
-    (..., micro_batches). The result has shape (...); for a single pipeline ().
+    Transfers take no time. The result has shape (...); for a single pipeline ().
 
     Raises ``UserError`` for times of any other shape or sign, and as ``rank_operations`` does.
     """
@@ -69,45 +66,41 @@ def pipeline_makespan(
         raise UserError(f"forward seconds have shape {shape}, backward seconds {backward.shape}; they must be the same")
     if len(shape) < 2 or 0 in shape:
         raise UserError(f"pipeline seconds have shape {shape}; expected (..., stages, micro_batches), none of them 0")
-    for name, seconds in (("pipeline", forward), ("pipeline", backward), ("transfer", transfer)):
-        if not np.min(seconds) >= 0:  # or NaN
-            raise UserError(f"{name} seconds contain a negative value or NaN; every time must be 0 or more")
+    if not np.minimum(forward, backward).min() >= 0:  # or NaN
+        raise UserError("pipeline seconds contain a negative value or NaN; every time must be 0 or more")
     stages, micro_batches = shape[-2:]
     if virtual_stages < 1 or stages % virtual_stages:
         raise UserError(f"{stages} stages cannot be dealt {virtual_stages} to a rank; give pp * virtual_stages rows")
     operations = rank_operations(schedule, stages // virtual_stages, micro_batches, virtual_stages)
-    return np.asarray(pipeline_times(operations, forward, backward, transfer=transfer).rank_ends.max(axis=0))
+    return np.asarray(pipeline_times(operations, forward, backward).rank_ends.max(axis=0))
 
 
 def pipeline_times(
     operations: RankOperations,
     forward: Array,
     backward: Array,
-    weight: ArrayLike | None = None,
+    weight: ArrayLike = 0.0,
     joined: ArrayLike = 0.0,
-    *,
     head: ArrayLike = 0.0,
     transfer: ArrayLike = 0.0,
 ) -> PipelineTimes:
     """When each operation runs in pipelines whose ranks have these ``operations``; seconds as ``pipeline_makespan``.
 
-    If a ``backward`` has two parts, ``weight`` is required: the seconds of the weight part, and ``joined`` is what it
-    loses in the product of the one before. ``head`` are the seconds of dealt heads, like ``transfer``.
+    ``weight`` is the weight part of a ``backward`` in two parts, and ``joined`` is what it loses in the product of the
+    one before. ``head`` is the time of a dealt head, and ``transfer`` that of a micro-batch from one rank to the next,
+    in both directions; they broadcast to (..., micro_batches).
     """
     *batch, stages, micro_batches = forward.shape
-    later = np.zeros_like(backward) if weight is None else np.minimum(weight, backward)
+    later = np.minimum(weight, backward)
     phases = forward, backward, backward - later, later, later - np.minimum(joined, later)
     waves = _waves(operations)
-    if waves.shape != (stages, micro_batches):
-        raise ValueError(f"seconds are of {stages} stages and {micro_batches} micro-batches, operations {waves.shape}")
-    heads = np.broadcast_to(head, (*batch, micro_batches)).reshape(-1, micro_batches)
+    heads, sent = (np.broadcast_to(of, (*batch, micro_batches)).reshape(-1, micro_batches) for of in (head, transfer))
     by_stage = [times.reshape(-1, stages * micro_batches) for times in phases]
     stage, micro_batch, kind = waves.table
     row = (kind + waves.joins) * stages + np.where(kind == _KINDS.index(HEAD), 0, stage)
     seconds = np.concatenate([*by_stage, heads], axis=1).T[row * micro_batches + micro_batch]
     # Seconds of every transfer: 0 for none, then of every micro-batch; shape (1 + micro_batches, pipelines).
-    sent = np.broadcast_to(transfer, (*batch, micro_batches)).reshape(-1, micro_batches).T
-    delays = np.concatenate([np.zeros((1, sent.shape[1])), sent])
+    delays = np.concatenate([np.zeros((1, len(sent))), sent.T])
     # Row 0 is the start of the step; row k + 1 is when the k-th operation ends.
     ends = np.zeros((len(seconds) + 1, seconds.shape[1]))
     if alone := seconds.shape[1] == 1:  # lists are faster for a single pipeline
@@ -123,32 +116,17 @@ def pipeline_times(
     return PipelineTimes(waves.in_order, *(times.reshape(-1, *batch) for times in by_pipeline))
 
 
-def planned_times(
-    operations: Sequence[Sequence[RankOperations]],
-    forward: Array,
-    backward: Array,
-    weight: ArrayLike | None,
-    joined: ArrayLike,
-    head: ArrayLike,
-    transfer: ArrayLike,
-) -> PipelineTimes:
-    """``pipeline_times`` of pipelines with different lists, ``operations[step][dp]``.
+def planned_times(operations: Sequence[Sequence[RankOperations]], forward: Array, *seconds: ArrayLike) -> PipelineTimes:
+    """``pipeline_times`` of pipelines with different lists, ``operations[step][dp]``, and with all its ``seconds``.
 
-    Seconds have shape (steps, dp, stages, micro_batches). All pipelines run the same operations, in different orders
+    These have shape (steps, dp, stages, micro_batches). All pipelines run the same operations, in different orders
     and heads on different ranks; the result has them in the order of the first pipeline.
     """
     steps, dp, _, micro_batches = forward.shape
-    heads, delays = (np.broadcast_to(seconds, (steps, dp, micro_batches)) for seconds in (head, transfer))
-    weights, less = (np.broadcast_to(0.0 if of is None else of, forward.shape) for of in (weight, joined))
+    shapes = *[forward.shape] * (len(seconds) - 2), *[(steps, dp, micro_batches)] * 2  # of heads and transfers
+    columns = [forward, *map(np.broadcast_to, seconds, shapes)]
     lists = {place: operations[place[0]][place[1]] for place in np.ndindex(steps, dp)}
-    found = [
-        pipeline_times(
-            *(of, forward[place], backward[place], weights[place], less[place]),
-            head=heads[place],
-            transfer=delays[place],
-        )
-        for place, of in lists.items()
-    ]
+    found = [pipeline_times(of, *(column[place] for column in columns)) for place, of in lists.items()]
     tables = [np.lexsort(_waves(of).table) for of in lists.values()]
     first = np.argsort(tables[0])  # from sorted to the order of the first
     in_order = [
@@ -172,7 +150,6 @@ class _Waves(NamedTuple):
     in_order: tuple[Operation, ...]
     table: NDArray[np.intp]  # the same: stage, micro-batch, and place of the kind in ``_KINDS``; (3, operations)
     joins: NDArray[np.bool_]  # whether it is a weight part in the product of the one before; (operations,)
-    shape: tuple[int, int]  # stages, micro-batches
     # (3, operations): the previous operation on the rank and the input, 0 for none; then the transfer, which is
     # 1 + the micro-batch if the input comes from another rank, else 0
     waits_for: NDArray[np.intp]
@@ -185,48 +162,40 @@ def _waves(operations: RankOperations) -> _Waves:
     pending = [list(reversed(of_rank)) for of_rank in operations]
     stages = 1 + max(operation.stage for of_rank in operations for operation in of_rank)
     dealt = any(operation.kind == HEAD for of_rank in operations for operation in of_rank)
-    # The row of each forward and backward, and the rank that ran it; a head is the forward of one more stage.
-    row: dict[tuple[int, int, bool] | None, tuple[int, int]] = {None: (0, -1)}
+
+    def place_of(operation: Operation) -> int:
+        """The place of a pass in those of its micro-batch: up through the stages, its dealt head, and down again."""
+        stage, _, kind = operation
+        return stage if kind == FORWARD else stages if kind == HEAD else 2 * stages - 1 + dealt - stage
+
+    row: dict[tuple[int, int], tuple[int, int]] = {}  # of each pass, and the rank that ran it, by place and micro-batch
     last_of_rank = [0] * len(operations)
     in_order: list[Operation] = []
     joins: list[bool] = []
     waiting: list[tuple[int, int, int]] = []
     bounds: list[tuple[int, int]] = []
     while any(pending):
-        inputs = {rank: _input_of(of_rank[-1], stages, dealt) for rank, of_rank in enumerate(pending) if of_rank}
-        ready = [rank for rank, waits_for in inputs.items() if waits_for in row]
+        following = {rank: of_rank[-1] for rank, of_rank in enumerate(pending) if of_rank}
+        # A weight part waits for the input part of the same backward.
+        inputs = {rank: (place_of(one) - (one.kind != WEIGHT), one.micro_batch) for rank, one in following.items()}
+        ready = [rank for rank, input_ in inputs.items() if input_ in row or input_[0] < 0]
         assert ready, "the schedule deadlocks"
         bounds.append((len(in_order), len(in_order) + len(ready)))
         for rank in ready:
-            operation, waits_for = pending[rank].pop(), inputs[rank]
-            place, sender = row[waits_for]
-            from_afar = waits_for is not None and sender != rank
-            waiting.append((last_of_rank[rank], place, 1 + operation.micro_batch if from_afar else 0))
+            operation = pending[rank].pop()
+            place, sender = row.get(inputs[rank], (0, rank))
+            waiting.append((last_of_rank[rank], place, 0 if sender == rank else 1 + operation.micro_batch))
             before = in_order[last_of_rank[rank] - 1][::2] if last_of_rank[rank] else ()
             joins.append(before == operation[::2] == (operation.stage, WEIGHT))
             in_order.append(operation)
             last_of_rank[rank] = len(in_order)
             if operation.kind != WEIGHT:
-                stage = stages if operation.kind == HEAD else operation.stage
-                row[stage, operation.micro_batch, operation.kind in (FORWARD, HEAD)] = len(in_order), rank
+                row[place_of(operation), operation.micro_batch] = len(in_order), rank
     return _Waves(
         tuple(in_order),
         np.array([(stage, micro_batch, _KINDS.index(kind)) for stage, micro_batch, kind in in_order]).T,
         np.array(joins),
-        (stages, 1 + max(operation.micro_batch for operation in in_order)),
         np.array(waiting).T.copy(),
         tuple(bounds),
         np.array(last_of_rank),
     )
-
-
-def _input_of(operation: Operation, stages: int, dealt: bool) -> tuple[int, int, bool] | None:
-    """Stage, micro-batch and whether it is a forward, of the pass that ``operation`` needs; None if it needs none."""
-    stage, micro_batch, kind = operation
-    if kind == HEAD:
-        return stages - 1, micro_batch, True
-    if kind == FORWARD:
-        return (stage - 1, micro_batch, True) if stage else None
-    if kind == WEIGHT:
-        return stage, micro_batch, False
-    return (stage + dealt, micro_batch, True) if stage == stages - 1 else (stage + 1, micro_batch, False)

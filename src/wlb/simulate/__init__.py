@@ -19,7 +19,7 @@ simulation agree (``tests/simulate/test_one_price.py``).
 
 from wlb.schedules.timing import pipeline_makespan
 from wlb.simulate.job import simulated_job
-from wlb.simulate.rate import simulate_step, simulate_steps
+from wlb.simulate.rate import simulate_steps
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.simulate.step import CAUSES
 
@@ -28,7 +28,6 @@ __all__ = [
     "SimulationResult",
     "pipeline_makespan",
     "simulate",
-    "simulate_step",
     "simulate_steps",
     "simulated_job",
 ]

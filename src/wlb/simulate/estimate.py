@@ -28,7 +28,6 @@ from wlb.job.config_file import to_toml
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.os_limits import usable_cores
-from wlb.schedules.layout import Layout
 from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
@@ -54,10 +53,7 @@ T = TypeVar("T")
 
 CONFIGURED = "as configured"
 # Of a configured job: what the systems that it is compared with share, beside the shape of the search.
-_OF_DOCUMENTS = (
-    *("profile", "packed_by", "software", "phases"),
-    *("data", "limit", "tied_embeddings", "checkpoint_copy"),
-)
+_SHARED = ("profile", "software", "data", "limit", "tied_embeddings", "checkpoint_copy")
 CHECKED = (BASELINE, PER_DOCUMENT, BALANCED)  # two that stacks use today, and ours
 _SEARCH = 0.75  # of the time that a system takes; the rest simulates its fastest layout
 _SHOWN_EVERY = 0.2  # seconds
@@ -81,14 +77,13 @@ def fastest(
 
 @dataclass(frozen=True)
 class Estimate:
-    """The verdict on a job, the fastest layouts of each system, and the configuration of the winner.
+    """The verdict on a job, with each system in its fastest layout, and the configuration of the winner.
 
     ``left_out`` says why a preset cannot run the job. ``config`` is TOML, or empty if nothing gains enough.
     """
 
     space: SearchSpace
     verdict: Verdict
-    searched: Mapping[str, SearchResult]
     left_out: Mapping[str, str]
     config: str
 
@@ -139,18 +134,14 @@ def estimate(
     if BASELINE in failures or not searched:
         raise failures.get(BASELINE) or next(iter(failures.values()))
 
-    def moved(winner: str, layout: Layout) -> Job:
-        there = space.fixed_to(replace(layout, weights="auto"), space.checkpointing)
-        return fastest(there, winner, lengths).job
-
     jobs = {name: one.job for name, one in searched.items()}
-    verdict = _verdict(jobs, lengths, steps, watched, moved, space.given)
+    verdict = _verdict(jobs, lengths, steps, watched, space)
     winner, config = verdict.winner, ""
     if winner != verdict.base:
         config = config_of(
             VARIANTS.get(winner, winner), jobs[winner], jobs[verdict.base], space.priced_by.get("model", ""), source
         )
-    return Estimate(space, verdict, searched, {name: str(why) for name, why in failures.items()}, config)
+    return Estimate(space, verdict, {name: str(why) for name, why in failures.items()}, config)
 
 
 def judge_config(
@@ -169,28 +160,18 @@ def judge_config(
     """
     check_documents(job, lengths, steps or 1)
     baseline = config.baseline
-    alike = {name: getattr(job, name) for name in _OF_DOCUMENTS}
     sizes = job.layout.world_size, job.shape, job.hardware, job.context_window, job.global_batch
-    space = SearchSpace(*sizes, settings=alike)
-    given = None if baseline else job.activation_checkpointing
+    space = SearchSpace(*sizes, settings={name: getattr(job, name) for name in _SHARED})
     layout = replace(job.layout, head="auto")  # no system but ours deals heads
-    configured = replace(space, micro_batch_windows=job.packing.micro_batch_windows).fixed_to(layout, given)
-    spaces = dict.fromkeys(presets, configured)
+    checkpointing, windows = None if baseline else job.activation_checkpointing, job.packing.micro_batch_windows
+    spaces = dict.fromkeys(presets, space.fixed_to(layout, checkpointing, windows))
     if baseline is not None and BASELINE in presets:
-        own = replace(space, micro_batch_windows=baseline.micro_batch_windows)
-        spaces[BASELINE] = own.fixed_to(baseline.layout, baseline.activation_checkpointing)
-
-    def fitted(preset: str, within: SearchSpace) -> Job:
-        return fastest_layout(within, lengths, preset).job
-
-    def moved(winner: str, layout: Layout) -> Job:
-        there = space.fixed_to(replace(layout, weights="auto"))
-        return fitted(config.preset if winner == CONFIGURED else winner, there)
-
-    jobs = {CONFIGURED: job} | {preset: fitted(preset, within) for preset, within in spaces.items()}
-    watched = _Watched([*jobs], on_progress, searches=False)
+        given = baseline.layout, baseline.activation_checkpointing, baseline.micro_batch_windows
+        spaces[BASELINE] = space.fixed_to(*given)
+    jobs = {preset: fastest_layout(within, lengths, preset).job for preset, within in spaces.items()}
+    watched = _Watched([CONFIGURED, *jobs], on_progress, searches=False)
     steps = steps or usual_steps(job.global_batch)
-    return _verdict(jobs, lengths, steps, watched, moved if baseline else None)
+    return _verdict({CONFIGURED: job} | jobs, lengths, steps, watched, space if baseline else None, config.preset)
 
 
 def _verdict(
@@ -198,12 +179,12 @@ def _verdict(
     lengths: Lengths,
     steps: int,
     watched: "_Watched",
-    moved: Callable[[str, Layout], Job] | None,
-    given: frozenset[str] = frozenset(),
+    space: SearchSpace | None,
+    configured: str = "",
 ) -> Verdict:
-    """The verdict on ``jobs``, all simulated on the same documents.
+    """The verdict on ``jobs``, all simulated on the same documents; ``configured`` is the preset of ``CONFIGURED``.
 
-    A winner in another layout than the base is simulated in the layout of the base too (the job ``moved``).
+    With a ``space``, a winner in another layout than the base is simulated in the layout of the base too.
     """
     prices = jobs[BASELINE if BASELINE in jobs else next(iter(jobs))].work_prices
     simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=prices)
@@ -211,15 +192,16 @@ def _verdict(
     def of_draws(name: str) -> list[SimulationResult]:
         return simulated(jobs[name], on_progress=partial(watched.simulated, name, DRAWS * steps))
 
-    verdict = Verdict(_each(of_draws, [*jobs], watched), given=given)
+    verdict = Verdict(_each(of_draws, [*jobs], watched), given=space.given if space else frozenset())
     base, winner = (verdict.of_draws[name][0].job for name in (verdict.base, verdict.winner))
     # Level steps run on all ranks of a stage, however these are divided into dp and cp.
     together = winner.levels_steps and (base.layout.tp, base.layout.pp) == (winner.layout.tp, 1)
     if verdict.winner == BALANCED_TUNED and fits(verdict.of_draws[BALANCED][0].job):
         return replace(verdict, moved=verdict.of_draws[BALANCED])
-    if moved is None or verdict.winner in VARIANTS or together or layout_of(base) == layout_of(winner):
+    if space is None or verdict.winner in VARIANTS or together or layout_of(base) == layout_of(winner):
         return verdict
-    job = moved(verdict.winner, base.layout)
+    there = space.fixed_to(replace(base.layout, weights="auto"), space.checkpointing, space.micro_batch_windows)
+    job = fastest_layout(there, lengths, configured if verdict.winner == CONFIGURED else verdict.winner).job
     return replace(verdict, moved=simulated(job)) if fits(job) else verdict
 
 
@@ -227,26 +209,23 @@ class _Watched:
     """What is known so far of each system, also of those in a forked process: shares done, and tokens per second."""
 
     def __init__(self, systems: Sequence[str], on_progress: Progress, *, searches: bool = True) -> None:
-        self._systems, self._told = [*systems], on_progress
-        self._search_share, self._here = _SEARCH if searches else 0.0, os.getpid()
-        # Shared with forked processes.
-        self._searches, self._rates, self._steps = (RawArray("d", len(systems)) for _ in range(3))
+        self._systems, self._told, self._here = [*systems], on_progress, os.getpid()
+        self._search = _SEARCH if searches else 0.0
+        self._done, self._rates = (RawArray("d", len(systems)) for _ in range(2))  # shared with forked processes
 
     def searched(self, system: str, done: float, rate: float) -> None:
         place = self._systems.index(system)
-        self._searches[place], self._rates[place] = done, rate
+        self._done[place], self._rates[place] = self._search * done, rate
         self.show()
 
     def simulated(self, system: str, all_steps: int, steps: int) -> None:
         place = self._systems.index(system)
-        self._searches[place], self._steps[place] = 1.0, self._steps[place] + steps / all_steps
+        self._done[place] = max(self._search, self._done[place]) + (1 - self._search) * steps / all_steps
         self.show()
 
     def show(self) -> None:
         if os.getpid() == self._here:
-            both = zip(self._searches, self._steps, strict=True)
-            done = [self._search_share * searched + (1 - self._search_share) * run for searched, run in both]
-            self._told(dict(zip(self._systems, zip(done, self._rates, strict=True), strict=True)))
+            self._told(dict(zip(self._systems, zip(self._done, self._rates, strict=True), strict=True)))
 
 
 def _searched(

@@ -73,15 +73,9 @@ def rate(job: Job, lengths: DocumentLengths, steps: int, work_prices: DocumentPr
     return rated
 
 
-def simulate_steps(plans: Sequence[StepPlan], job: Job | JobCosts) -> Steps | LevelSteps:
-    """Simulate ``plans``, which are already dealt to the data-parallel ranks of the job."""
-    costs = job if isinstance(job, JobCosts) else JobCosts(job)
-    return (LevelSteps if costs.job.levels_steps else Steps).of_plans(plans, costs)
-
-
-def simulate_step(plan: StepPlan, job: Job | JobCosts) -> Steps | LevelSteps:
-    """``simulate_steps`` of one step."""
-    return simulate_steps([plan], job)
+def simulate_steps(plans: Sequence[StepPlan], job: Job) -> Steps | LevelSteps:
+    """Simulate ``plans``, which are already dealt to the data-parallel ranks of ``job``."""
+    return (LevelSteps if job.levels_steps else Steps).of_plans(plans, JobCosts(job))
 
 
 def first_steps(
@@ -91,6 +85,6 @@ def first_steps(
 
     ``warm_up`` steps are planned before them and left out.
     """
-    costs, plans = JobCosts(job), islice(StepPlanner(job, lengths).plans(warm_up), steps)
+    plans = islice(StepPlanner(job, lengths).plans(warm_up), steps)
     while group := [*islice(plans, max(1, _MICRO_BATCHES_AT_ONCE // job.step_micro_batches))]:
-        yield group, simulate_steps(group, costs)
+        yield group, simulate_steps(group, job)

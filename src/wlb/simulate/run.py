@@ -4,8 +4,9 @@ Plans come from the planner of the trainer (``wlb.job.planner``), epoch after ep
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any, Self
 
 import numpy as np
@@ -25,12 +26,11 @@ class SimulationResult(Rate):
     """Means over steps. Seconds are simulated, of a whole step; ``where`` divides them among ``wlb.simulate.CAUSES``.
 
     ``gpu_seconds`` is the computing of each GPU in a step, shape (pp, dp, cp); tensor-parallel ranks are the same.
-    ``imbalance`` is as in ``Steps``. ``token_delay`` is the mean number of steps that a token waited, ``tokens_cv`` the
-    coefficient of variation of tokens per step. ``attention_kept`` is the computed share of the query-key pairs of
-    documents. ``epochs`` is the number of passes over the documents; from 2 on, documents were repeated. In level steps
-    all documents over ``alone_tokens`` tokens were shared, by up to ``sharing_ranks`` ranks. (Ranks that share
-    experts share all their micro-batches; they do not count.) ``runs`` is the number of
-    micro-batches that the mean rank runs in a step.
+    ``imbalance`` is as in ``Steps``. ``token_delay`` is the mean number of steps that a token waited.
+    ``attention_kept`` is the computed share of the query-key pairs of documents. ``epochs`` is the number of passes
+    over the documents; from 2 on, documents were repeated. In level steps all documents over ``alone_tokens`` tokens
+    were shared, by up to ``sharing_ranks`` ranks. (Ranks that share experts share all their micro-batches; they do not
+    count.) ``runs`` is the number of micro-batches that the mean rank runs in a step.
     """
 
     job: Job
@@ -38,12 +38,11 @@ class SimulationResult(Rate):
     gpu_seconds: NDArray[np.float64]
     imbalance: dict[str, float]
     token_delay: float
-    tokens_cv: float
     attention_kept: float
     epochs: int
-    alone_tokens: int = 0
-    sharing_ranks: int = 1
-    runs: float = 1.0
+    alone_tokens: int
+    sharing_ranks: int
+    runs: float
 
     @property
     def steps(self) -> int:
@@ -52,6 +51,11 @@ class SimulationResult(Rate):
     @property
     def mean_step_seconds(self) -> float:
         return self.seconds / self.steps
+
+    @property
+    def tokens_cv(self) -> float:
+        """The coefficient of variation of tokens per step."""
+        return float(np.std(self.step_tokens) / np.mean(self.step_tokens))
 
     @property
     def block_seconds(self) -> float:
@@ -83,28 +87,21 @@ class SimulationResult(Rate):
 
 def pooled(results: Sequence[SimulationResult]) -> SimulationResult:
     """Equally many steps of one job on several draws of the documents, as if they were one series."""
-    first, tokens = results[0], [count for one in results for count in one.step_tokens]
+    first = results[0]
 
-    def mean(values: Iterable[Any], weights: Sequence[float] | None = None) -> Any:
-        return np.average([*values], axis=0, weights=weights)
+    def together(name: str) -> Any:
+        """Values of steps in a row, the largest whole number, or the mean of anything else."""
+        values = [getattr(one, name) for one in results]
+        if isinstance(values[0], list):
+            return [*chain.from_iterable(values)]
+        if isinstance(values[0], dict):
+            return {key: float(np.mean([one[key] for one in values])) for key in values[0]}
+        return max(values) if isinstance(values[0], int) else np.mean(values, axis=0)
 
-    return replace(
-        first,
-        work_seconds=sum(one.work_seconds for one in results),
-        step_tokens=tokens,
-        step_work_seconds=[seconds for one in results for seconds in one.step_work_seconds],
-        step_seconds=[seconds for one in results for seconds in one.step_seconds],
-        where={cause: float(mean(one.where[cause] for one in results)) for cause in first.where},
-        gpu_seconds=mean(one.gpu_seconds for one in results),
-        imbalance={name: float(mean(one.imbalance[name] for one in results)) for name in first.imbalance},
-        token_delay=float(mean((one.token_delay for one in results), [one.tokens for one in results])),
-        tokens_cv=float(np.std(tokens) / np.mean(tokens)),
-        attention_kept=float(mean(one.attention_kept for one in results)),
-        epochs=max(one.epochs for one in results),
-        alone_tokens=max(one.alone_tokens for one in results),
-        sharing_ranks=max(one.sharing_ranks for one in results),
-        runs=float(mean(one.runs for one in results)),
-    )
+    alike = {field.name: together(field.name) for field in fields(first) if field.name not in ("work_prices", "job")}
+    tokens = [one.tokens for one in results]
+    delay = float(np.average([one.token_delay for one in results], weights=tokens))
+    return replace(first, **alike | {"work_seconds": sum(one.work_seconds for one in results), "token_delay": delay})
 
 
 def simulate(
@@ -152,15 +149,13 @@ def simulate(
         pairs += float(attended_pairs(length).sum())
         whole_pairs += float((attended_pairs(arrived) * length / arrived).sum())
         on_progress(len(plans))
-    tokens = rated.step_tokens
     return SimulationResult(
         **vars(rated),
         job=job,
         where={cause: seconds / steps for cause, seconds in where.items()},
         gpu_seconds=gpu_seconds / steps,
         imbalance={name: total / steps for name, total in imbalance.items()},
-        token_delay=delay / sum(tokens),
-        tokens_cv=float(np.std(tokens) / np.mean(tokens)),
+        token_delay=delay / rated.tokens,
         attention_kept=pairs / whole_pairs,
         epochs=epochs,
         alone_tokens=alone,

@@ -64,10 +64,10 @@ class SearchSpace:
         layout = {"layout"} if self.layout else {"weights"} & {*dict(self.fixed)}
         return frozenset({name for name, value in settings.items() if value} | layout)
 
-    def fixed_to(self, layout: Layout, checkpointing: Checkpointing | None = None) -> Self:
+    def fixed_to(self, layout: Layout, checkpointing: Checkpointing | None, micro_batch_windows: int | None) -> Self:
         """The same with ``layout`` only, but for its pools and its blocks of stages."""
-        sizes = {name: size for name, size in vars(layout).items() if name not in ("stage_blocks", "pool")}
-        return replace(self, fixed=tuple(sizes.items()), checkpointing=checkpointing)
+        sizes = tuple(one for one in vars(layout).items() if one[0] not in ("stage_blocks", "pool"))
+        return replace(self, fixed=sizes, checkpointing=checkpointing, micro_batch_windows=micro_batch_windows)
 
     @property
     def work_prices(self) -> Costs:

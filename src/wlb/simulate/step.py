@@ -59,9 +59,9 @@ class StepSeconds(ABC):
         """When ranks have finished all their micro-batches; shape (pp, steps, dp)."""
 
     @property
-    def weights(self) -> Array | None:
-        """The part of backwards that computes gradients of weights; None if a backward is one operation."""
-        return None
+    def weights(self) -> Array:
+        """The part of ``stages.backward`` that computes gradients of weights; 0 if a backward is one operation."""
+        return np.zeros((1, 1, 1, 1))
 
     @property
     @abstractmethod
@@ -147,10 +147,9 @@ class Steps(StepSeconds):
         return seconds if "micro-batches" in self.modelled else _mean_of_step(seconds)
 
     @property
-    def weights(self) -> Array | None:
-        """The weight part of ``stages.backward``; None if a backward is one operation."""
+    def weights(self) -> Array:
         split = self.operations and self.costs.job.splits_backward
-        return self._of_weights(self.costs.rank.weight_seconds) if split else None
+        return self._of_weights(self.costs.rank.weight_seconds) if split else super().weights
 
     def _of_weights(self, price: Callable[..., Array]) -> Array:
         blocks, head = (self._together(price(self.shards.tokens, part)) for part in ("blocks", "head"))
@@ -188,11 +187,6 @@ class Steps(StepSeconds):
         # Of one pipeline; all are the same.
         busy = self.stages.both[:, 0].sum(axis=(1, 2)) + self.heads[:, 0].sum(axis=1)
         return np.asarray(busy[None, :, None] / self.costs.layout.pp)
-
-    @property
-    def balanced_seconds(self) -> Array:
-        """Seconds of the steps if all micro-batches of a step were equal; shape (steps,)."""
-        return replace(self, modelled=self.modelled - {"micro-batches"}).seconds
 
     @property
     def imbalance(self) -> dict[str, Array]:

@@ -126,7 +126,8 @@ def _row(settings: Settings, model: str, window: int, gpus: int, batch_tokens: i
     speeds = [verdict.speed(name) if name in verdict.systems else None for name in _SYSTEMS[1:]]
     low, high = verdict.spread(verdict.fastest)
     at_equal_work = verdict.speed_at_equal_work(BALANCED) if BALANCED in verdict.systems else None
-    places = [_place(found.searched[name].job) if name in found.searched else None for name in (BASELINE, BALANCED)]
+    systems = found.verdict.systems
+    places = [_place(systems[name].job) if name in systems else None for name in (BASELINE, BALANCED)]
     lost = sum(verdict.lost.values())
     return [lost, *speeds, f"{low:.2f} to {high:.2f}", at_equal_work, verdict.winner, *places]
 

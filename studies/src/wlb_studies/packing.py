@@ -317,7 +317,8 @@ class _Sums:
         self.computing += float(steps.gpu_seconds.mean(axis=(1, 2, 3)).sum())
         if not tail:
             self.whole_seconds += float(steps.seconds.sum())
-            self.balanced_seconds += float(steps.balanced_seconds.sum())
+            equal = replace(steps, modelled=steps.modelled - {"micro-batches"})
+            self.balanced_seconds += float(equal.seconds.sum())
 
     @property
     def steps(self) -> SimulatedSteps:

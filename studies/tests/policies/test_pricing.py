@@ -16,7 +16,7 @@ from wlb.job.memory.walk import predict_memory
 from wlb.job.planner import StepPlanner
 from wlb.schedules.operations import rank_operations
 from wlb.schedules.timing import pipeline_times
-from wlb.simulate import simulate, simulate_step, simulated_job
+from wlb.simulate import simulate, simulate_steps, simulated_job
 from wlb.simulate.run import pooled
 from wlb.simulate.search import fastest_layout
 from wlb.simulate.space import SearchSpace
@@ -57,7 +57,7 @@ def test_groups_of_one_size_take_what_the_simulator_says(layout):
     settings = {name: value for name, value in layout.items() if name in ("pp", "virtual_pp", "schedule")}
     as_ranks = Ranks(job("fixed-4d", dp=of_stage, micro_batches=simulated.layout.pp, **settings), 8192)
     priced = price(GroupPlan(np.array(lengths), tuple(groups)), as_ranks)
-    assert priced.seconds == pytest.approx(float(simulate_step(plan, simulated).seconds[0]), rel=1e-5)
+    assert priced.seconds == pytest.approx(float(simulate_steps([plan], simulated).seconds[0]), rel=1e-5)
 
 
 def test_pipelines_that_run_a_micro_batch_together_begin_it_together():

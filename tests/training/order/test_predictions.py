@@ -16,7 +16,7 @@ from wlb.job.memory.layers import Exchange
 from wlb.job.memory.walk import predict_rank_memory
 from wlb.sharding.latency import Shards
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.rate import simulate_step
+from wlb.simulate.rate import simulate_steps
 from wlb.training.dry_run import find_problems
 from wlb.workload.links import Link
 
@@ -44,7 +44,7 @@ def runs_of(name: str, *settings: str, ranks: tuple[int, ...] = (0,)) -> tuple[J
 
 def exchanged(job: Job, run: RankRun, dp: int, cp: int) -> Shards:
     """Tokens that a rank exchanges in each of its micro-batches."""
-    shards = simulate_step(run.plan, job).shards.map(lambda column: column[0])
+    shards = simulate_steps([run.plan], job).shards.map(lambda column: column[0])
     mine = [index for index, part in enumerate(run.plan.ranks[dp]) if not part.ranks or cp in part.ranks]
     return shards.map(lambda column: column[dp, mine, cp] if column.ndim == 3 else column[dp, mine])
 

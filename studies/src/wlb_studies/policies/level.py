@@ -18,7 +18,7 @@ from wlb.packing.level import level_groups
 from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
 from wlb.simulate.decide import decide
 from wlb.simulate.job import preset_sections
-from wlb.simulate.rate import rate, simulate_step
+from wlb.simulate.rate import rate, simulate_steps
 from wlb.simulate.space import SearchSpace, search_space
 from wlb_studies.experiment import Column, Report, Settings, Table, grouped_bars
 from wlb_studies.policies.grid import BATCH_TOKENS, DOCUMENTS, K, RivalJob, documents_of
@@ -115,7 +115,7 @@ def _decided(layout: Job, space: SearchSpace, lengths: Integers, grouping: str) 
 
 def _seconds(job: Job, stage: StageRanks, batches: list[Integers]) -> float:
     """Share of level steps of ``job`` that train ``batches``, planned for the ranks of ``stage``."""
-    return sum(float(simulate_step(_plan(job, stage, batch), job).seconds[0]) for batch in batches)
+    return sum(float(simulate_steps([_plan(job, stage, batch)], job).seconds[0]) for batch in batches)
 
 
 def _plan(job: Job, stage: StageRanks, batch: Integers) -> StepPlan:

@@ -179,7 +179,7 @@ def joined_ends(
     """When each pipeline rank has finished, (pp, pipelines), from seconds of shape (pipelines, stages, micro_batches).
 
     Pipelines with the same number in ``together``, (pipelines, micro_batches), from 0 to the number of pipelines, begin
-    each operation of the micro-batch when all of them can. ``transfer`` is as in ``pipeline_makespan``.
+    each operation of the micro-batch when all of them can. ``transfer`` is as in ``pipeline_times``.
     """
     delays, rank_ends = np.broadcast_to(transfer, together.shape), np.zeros((len(operations), len(forward)))
     ends: dict[tuple[int, int, bool], Array] = {}
