@@ -11,7 +11,7 @@ from tests.limits import examples
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import LayerMemory
-from wlb.job.memory.walk import Walk, predict_memory, predict_rank_memory, rank_memories, unlike_ranks
+from wlb.job.memory.walk import MemoryEstimate, Walk, predict_memory
 from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import FORWARD, HEAD, Operation, rank_operations
 from wlb.simulate import simulated_job
@@ -45,6 +45,10 @@ def freeing(job: Job) -> Job:
 
 def total(job: Job, tokens: int) -> int:
     return predict_memory(job, [tokens] * job.rank_micro_batches).total
+
+
+def of_rank(job: Job, rows: list[int], rank: int) -> MemoryEstimate:
+    return Walk(job).over(rank, [(count, None) for count in rows], job.layout.operations(len(rows))[rank])
 
 
 def stage_blocks(job: Job) -> list[int]:
@@ -141,28 +145,12 @@ def test_equal_micro_batches_are_walked_through_until_they_repeat(job_, tokens, 
     assert predicted_memory(longer) == predict_memory(longer, [tokens] * longer.rank_micro_batches)
 
 
-class _Forgetful(dict[Any, Any]):
-    def get(self, key: Any, default: Any = None) -> None:
-        return None
-
-
 @settings(max_examples=examples(30), deadline=None)
 @given(jobs(), st.sampled_from([64, 4096]))
 def test_no_rank_that_is_left_out_holds_most(job_, tokens):
     rows = [tokens] * job_.rank_micro_batches
-    every_rank = [predict_rank_memory(job_, rows, rank).total for rank in range(job_.layout.pp)]
-    assert max(every_rank) == max(every_rank[rank] for rank in unlike_ranks(job_))
-
-
-@settings(max_examples=examples(20))
-@given(jobs(), st.lists(st.integers(0, 3), min_size=8, max_size=8), st.booleans())
-def test_passes_that_begin_alike_change_what_is_held_alike(job_, thousands, keeps_weights):
-    job_ = job_ if keeps_weights or job_.layout.pp > 1 else freeing(job_)
-    rows = [1000 * count for count in thousands]
-    for rank, of_rank in enumerate(job_.layout.operations(len(rows))):
-        walk = Walk(job_)
-        walk.passes = _Forgetful()
-        assert predict_rank_memory(job_, rows, rank) == walk.over(rank, [(count, None) for count in rows], of_rank)
+    every_rank = [of_rank(job_, rows, rank).total for rank in range(job_.layout.pp)]
+    assert max(every_rank) == max(every_rank[rank] for rank in Walk(job_).like_ranks)
 
 
 @pytest.mark.parametrize(("strategy", "keeps"), [("none", True), ("keep_attention", True), ("full", False)])
@@ -223,7 +211,7 @@ def test_a_dealt_head_leaves_its_gradient():
     begun = [Operation(1, 0, FORWARD), Operation(1, 0, HEAD)]
     parts = Walk(job_).over(1, [(1, None)] * 8, begun).parts
     assert parts["gradients"] == 4 * (SHAPE.vocab_size + 1) * SHAPE.hidden
-    assert predict_rank_memory(job_, [1] * 8, 1).parts["gradients"] == parts["weights"]
+    assert of_rank(job_, [1] * 8, 1).parts["gradients"] == parts["weights"]
 
 
 def test_the_first_stage_holds_the_blocks_without_experts():
@@ -252,8 +240,8 @@ def test_a_window_saves_no_memory():
 
 @pytest.mark.parametrize("layout", [Layout(pp=2), Layout(pp=4), Layout(pp=2, virtual_pp=2), Layout(pp=2, virtual_pp=4)])
 def test_pipeline_ranks_together_hold_each_weight_once(layout: Layout):
-    ranks = [predict_rank_memory(job(layout), [64] * 8, rank).parts["weights"] for rank in range(layout.pp)]
-    assert sum(ranks) == predict_rank_memory(job(), [64] * 8, 0).parts["weights"]
+    ranks = [of_rank(job(layout), [64] * 8, rank).parts["weights"] for rank in range(layout.pp)]
+    assert sum(ranks) == of_rank(job(), [64] * 8, 0).parts["weights"]
 
 
 class Forgetful(dict[Any, Any]):
@@ -262,9 +250,9 @@ class Forgetful(dict[Any, Any]):
 
 
 @settings(max_examples=examples(20), deadline=None)
-@given(jobs(), st.lists(st.sampled_from([1, 64, 4096]), min_size=8, max_size=8), st.booleans())
+@given(jobs(), st.lists(st.sampled_from([0, 1, 64, 4096]), min_size=8, max_size=8), st.booleans())
 def test_passes_that_a_walk_remembers_change_memory_as_if_walked_again(job: Job, rows: list[int], frees: bool):
     job = freeing(job) if frees and job.layout.pp == 1 else job
     forgetful = Walk(job)
     forgetful.passes, forgetful.known = Forgetful(), Forgetful()
-    assert rank_memories(job, rows) == rank_memories(job, rows, walk=forgetful)
+    assert Walk(job).unlike_ranks(rows) == forgetful.unlike_ranks(rows)

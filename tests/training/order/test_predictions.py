@@ -13,7 +13,7 @@ from wlb.job.config_file import load_config
 from wlb.job.job import Job
 from wlb.job.memory.fit import predicted_memory
 from wlb.job.memory.layers import Exchange
-from wlb.job.memory.walk import predict_rank_memory
+from wlb.job.memory.walk import Walk
 from wlb.sharding.latency import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.rate import simulate_steps
@@ -80,7 +80,8 @@ def test_a_rank_holds_what_the_memory_model_says(settings, ranks):
             for received, sent, kept in zip(shards.received, shards.sent, shards.kept, strict=True)
         ]
         exchanges += [Exchange(0, 0)] * (len(run.rows) - len(exchanges))  # an empty one may follow
-        predicted = predict_rank_memory(job, run.rows, pp, exchanges)
+        operations = job.layout.operations(len(run.rows))[pp]
+        predicted = Walk(job).over(pp, [*zip(run.rows, exchanges, strict=False)], operations)
         assert predicted.total == pytest.approx(run.peak, rel=0.05), (rank, predicted)
 
 

@@ -29,9 +29,7 @@ from wlb.job.memory.walk import (
     Walk,
     gib,
     largest_share,
-    like_ranks,
     predict_memory,
-    rank_memories,
 )
 from wlb.schedules.operations import BACKWARD, FORWARD, round_size
 
@@ -85,7 +83,7 @@ def most_in_flight(job: Job) -> list[int]:
     token, limit = held_of_token(job), job.memory_limit.number_of_bytes
     rooms = ((planned.static.pipeline_rank, planned.room(limit)) for planned in _planned(job))
     limits = {rank: most if room is None else min(most, int(THOUSANDTHS * room / token)) for rank, room in rooms}
-    return [limits[rank] for rank in like_ranks(job)]
+    return [limits[rank] for rank in Walk(job).like_ranks]
 
 
 def starving(job: Job) -> float:
@@ -128,7 +126,7 @@ class _Planned(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _planned(job: Job, limit: float = math.inf) -> tuple[_Planned, ...]:
-    """The memory of each of the ``unlike_ranks``; empty where one surely has more than ``limit`` bytes in full.
+    """The memory of ranks that differ; empty where one surely has more than ``limit`` bytes in full.
 
     Ranks hold at most as much as the fullest in the named schedule, and at least the micro-batches of one document. The
     most are micro-batches of ``job.in_flight_length`` and a document of a context window beside them; or all
@@ -138,10 +136,10 @@ def _planned(job: Job, limit: float = math.inf) -> tuple[_Planned, ...]:
     count, usual = job.rank_micro_batches, largest_share(job, job.in_flight_length)
     walked = min(count, _PLANNED_ROUNDS * round_size(job.layout.pp, count))
     walk = Walk(job)
-    ranks = rank_memories(job, [usual] * walked, limit, walk)
+    ranks = walk.unlike_ranks([usual] * walked, limit)
     if ranks[-1].total > limit:
         return ()
-    alone = cache(lambda tokens: rank_memories(job, [largest_share(job, tokens)], walk=walk))
+    alone = cache(lambda tokens: walk.unlike_ranks([largest_share(job, tokens)]))
     one = job.sliced_length if job.slices_documents else job.max_tokens
     least = [_held(job, [rank], in_flight=False) for rank in alone(one)]
     most = max([_held(job, ranks, in_flight=True), *least], key=lambda parts: sum(parts.values()))

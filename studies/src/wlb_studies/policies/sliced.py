@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from wlb.job.job import Job
 from wlb.job.memory.fit import HELD
 from wlb.job.memory.layers import head_share, held_of_token, kept_share
-from wlb.job.memory.walk import predict_rank_memory
+from wlb.job.memory.walk import Walk
 from wlb.schedules.layout import dealt_blocks
 from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations
 from wlb.sharding import price_shards
@@ -319,7 +319,9 @@ def _beside_activations(job: Job, rank: int) -> tuple[float, float]:
 
     The latter is less on the last rank if memory peaks when the scores that forwards of these tokens left are gone.
     """
-    estimates = [predict_rank_memory(job, [rows] * (_ROUNDS * job.layout.pp), rank) for rows in _ROWS]
+    count, walk = _ROUNDS * job.layout.pp, Walk(job)
+    operations = job.layout.operations(count)[rank]
+    estimates = [walk.over(rank, [(rows, None)] * count, operations) for rows in _ROWS]
     low, high = (sum(value for name, value in one.parts.items() if name not in HELD) for one in estimates)
     of_row = (high - low) / (_ROWS[1] - _ROWS[0])
     gone = rank == job.layout.pp - 1 and not any("scores" in one.parts for one in estimates)
