@@ -11,7 +11,7 @@ import numpy as np
 
 from wlb.job.job import Job, with_seconds
 from wlb.job.memory.fit import most_in_flight
-from wlb.job.memory.layers import held_of_slices, held_of_stages
+from wlb.job.memory.layers import TokenMemory
 from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
@@ -65,7 +65,8 @@ class PipelineLoads:
         self._transfer = np.rint(TICKS * job.transfer_seconds(longest)).astype(np.int64)
         tokens = np.array([one.tokens for one in micro_batches])
         sliced = np.array([one.segments[0].length if one.is_slice else 0 for one in micro_batches])
-        self._held = np.outer(held_of_stages(job), tokens) + np.outer(job.stage_blocks, held_of_slices(job) * sliced)
+        token = TokenMemory(job)
+        self._held = np.outer(token.stages, tokens) + np.outer(job.stage_blocks, token.slice * sliced)
 
     def of(self, places: Sequence[int]) -> PipelineLoad:
         """The load of the micro-batches at ``places``, in this order."""

@@ -12,7 +12,7 @@ from tests.limits import examples
 from wlb.documents.lengths import read_lengths
 from wlb.job.job import MemoryLimit
 from wlb.job.memory.fit import HELD, fits, largest_factor, most_in_flight, predicted_memory, starving
-from wlb.job.memory.layers import LayerMemory, held_of_stages, held_of_token
+from wlb.job.memory.layers import LayerMemory, TokenMemory
 from wlb.job.planner import StepPlanner
 from wlb.simulate import simulated_job
 
@@ -91,7 +91,7 @@ def test_planned_lists_hold_what_memory_allows():
         for rank, operations in enumerate(plan.operations[0]):
             sizes = [job.stage_blocks[rank] * plan.ranks[0][one.micro_batch].tokens for one in operations]
             changes = [size * {"F": 1, "B": -1}.get(one.kind, 0) for size, one in zip(sizes, operations, strict=True)]
-            held.append(np.cumsum(changes).max() * held_of_token(job))
+            held.append(np.cumsum(changes).max() * TokenMemory(job).of_block)
         most.append(max(held))
         beside = {*HELD, "kept keys and values", "fragments"}
         static = sum(value for name, value in predicted_memory(limited).parts.items() if name not in beside)
@@ -110,6 +110,6 @@ def test_lists_starve_where_memory_holds_fewer_micro_batches_than_the_pipeline_h
     short = replace(job, limit=MemoryLimit(0.6 * predicted_memory(job).total, "this test"))
     assert fits(short)
     assert starving(job) == 1
-    in_flight = most_in_flight(short)[0] / (held_of_stages(short)[0] * 131_072)  # mean micro-batches
+    in_flight = most_in_flight(short)[0] / (TokenMemory(short).stages[0] * 131_072)  # mean micro-batches
     assert starving(short) > 1.5
     assert starving(short) == pytest.approx(8 / in_flight)

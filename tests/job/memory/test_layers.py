@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.attention.live_bytes import LiveBytes
 from tests.cases import in_turn
-from wlb.job.memory.layers import LayerMemory, Unit, kept_share
+from wlb.job.memory.layers import LayerMemory, TokenMemory, Unit
 from wlb.models.experts import Routing
 from wlb.models.transformer import Transformer, TransformerConfig, rotary_angles
 from wlb.runtime.batch import ShardedAttention
@@ -137,7 +137,8 @@ def test_a_linear_layer_holds_its_inputs_and_nothing_of_other_ranks():
 def test_slices_of_a_hybrid_keep_keys_and_values_where_it_attends():
     linear = LinearLayer("mamba2", heads=6, key_heads=3, key_dim=20, value_dim=12)
     hybrid = replace(SHAPE, layers=3, pattern="M-*-*-", linear=linear)
-    shares = [kept_share(simulated_job(shape, 2 * ROWS, "plain-4d", hardware="cpu", cp=2)) for shape in (hybrid, SHAPE)]
+    jobs = [simulated_job(shape, 2 * ROWS, "plain-4d", hardware="cpu", cp=2) for shape in (hybrid, SHAPE)]
+    shares = [TokenMemory(job).of_slice for job in jobs]
     assert shares[0] == pytest.approx(shares[1] * 2 / 3)
 
 

@@ -12,25 +12,8 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from wlb.job.job import Job
-from wlb.job.memory.layers import (
-    THOUSANDTHS,
-    growth,
-    held_of_slices,
-    held_of_stages,
-    held_of_token,
-    kept_share,
-    kept_tokens,
-    product_bytes,
-    window_tokens,
-)
-from wlb.job.memory.walk import (
-    BATCH_BYTES,
-    MemoryEstimate,
-    Walk,
-    gib,
-    largest_share,
-    predict_memory,
-)
+from wlb.job.memory.layers import THOUSANDTHS, TokenMemory, product_bytes
+from wlb.job.memory.walk import BATCH_BYTES, MemoryEstimate, Walk, gib, largest_share, predict_memory
 from wlb.schedules.operations import BACKWARD, FORWARD, round_size
 
 HELD = ("activations", "received keys and values", "scores")  # held from forward to backward
@@ -74,15 +57,16 @@ def most_in_flight(job: Job) -> list[int]:
     that room to be no slower than the named schedule; plus the keys and values kept of slices. Or what memory allows,
     if that is less.
     """
-    leaves, most = held_of_stages(job), 0
+    token, most, limit = TokenMemory(job), 0, job.memory_limit.number_of_bytes
     for of_rank in job.layout.operations(job.rank_micro_batches):
-        changes = [leaves[one.stage] * ((one.kind == FORWARD) - (one.kind == BACKWARD)) for one in of_rank]
+        changes = [token.stages[one.stage] * ((one.kind == FORWARD) - (one.kind == BACKWARD)) for one in of_rank]
         most = max(most, max(accumulate(changes)) * job.in_flight_length)
-    most += THOUSANDTHS * window_tokens(job)
-    most += int(held_of_slices(job) * kept_tokens(job, most / THOUSANDTHS))
-    token, limit = held_of_token(job), job.memory_limit.number_of_bytes
+    most += THOUSANDTHS * token.window
+    most += int(token.slice * token.in_slices(most / THOUSANDTHS))
     rooms = ((planned.static.pipeline_rank, planned.room(limit)) for planned in _planned(job))
-    limits = {rank: most if room is None else min(most, int(THOUSANDTHS * room / token)) for rank, room in rooms}
+    limits = {
+        rank: most if room is None else min(most, int(THOUSANDTHS * room / token.of_block)) for rank, room in rooms
+    }
     return [limits[rank] for rank in Walk(job).like_ranks]
 
 
@@ -92,7 +76,7 @@ def starving(job: Job) -> float:
     A stage holds the activations of a micro-batch while it goes through all later stages and back. So tokens held times
     seconds (Little's law) bound what the first rank runs with its memory.
     """
-    layout, stages = job.layout, held_of_stages(job)[:: job.layout.pp]
+    layout, stages = job.layout, TokenMemory(job).stages[:: job.layout.pp]
     held = sum(share * (1 - chunk / layout.virtual_pp) for chunk, share in enumerate(stages))
     tokens = job.global_batch * job.context_window / job.step_micro_batches
     return max(1.0, layout.pp * tokens * held / most_in_flight(job)[0])
@@ -158,10 +142,10 @@ def _planned(job: Job, limit: float = math.inf) -> tuple[_Planned, ...]:
 def _held(job: Job, ranks: list[MemoryEstimate], *, in_flight: bool) -> dict[str, int]:
     """What forwards hold on the fullest rank, with keys and values kept of a document or of everything in flight."""
     held = max(({name: rank.parts.get(name, 0) for name in HELD} for rank in ranks), key=lambda of: sum(of.values()))
-    token = held_of_token(job)
-    held["activations"] = int(held["activations"] * growth(job)) + in_flight * int(token * window_tokens(job))
-    tokens = kept_tokens(job, in_flight * sum(held.values()) / token)
-    return held | {"kept keys and values": int(kept_share(job) * token * tokens)}
+    token = TokenMemory(job)
+    held["activations"] = int(held["activations"] * token.growth) + in_flight * int(token.of_block * token.window)
+    tokens = token.in_slices(in_flight * sum(held.values()) / token.of_block)
+    return held | {"kept keys and values": int(token.of_slice * token.of_block * tokens)}
 
 
 def fits(job: Job) -> bool:

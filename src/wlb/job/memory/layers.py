@@ -14,7 +14,7 @@ import numpy as np
 
 from wlb.job.job import Job
 from wlb.workload.costs import MASTER_BYTES, PRODUCT_ROWS
-from wlb.workload.shapes import DENSE, BlockKind, ModelShape
+from wlb.workload.shapes import DENSE, BlockKind
 from wlb.workload.weights import block_weights, expert_weights, feed_forward_width, routed_layers
 
 # wlb.runtime.loss converts this many rows of scores to a wide type at a time, and keeps a label, a sum and two marks of
@@ -67,9 +67,8 @@ class LayerMemory:
     """
 
     def __init__(self, job: Job, rows: int, exchange: Exchange | None = None) -> None:
-        shape, tp = job.shape, job.layout.tp
-        self.job = job
-        self.rows = rows
+        self.job, self.shape, self.layout, self.rows = job, job.shape, job.layout, rows
+        shape, tp, own_rows = job.shape, job.layout.tp, -(-rows // job.layout.tp)
         self.exchange = exchange or _largest_exchange(job, rows)
         self.compute, self.master = job.hardware.bytes_per_value, master_bytes(job)
         self.later = job.plans_operations and job.splits_backward  # gradients of weights
@@ -85,27 +84,23 @@ class LayerMemory:
             self.out += shape.heads * latent.kv_rank // tp
             self.key_value = self.exchanged
         self.log_sum_exp = rows * shape.heads // tp * self.master
-        self.stream = -(-rows // tp) * shape.hidden * self.compute
+        self.stream = own_rows * shape.hidden * self.compute
         self.gathered = rows * shape.hidden * self.compute
-        self.norm = self._norm(-(-rows // tp)) + (self.stream if tp > 1 else 0)  # with its output before the gather
+        # RMSNorm keeps its input; on CPU, where it is several operations, as float32, with the normalised input.
+        on_gpu = job.hardware.device_type == "cuda"
+        normed = shape.hidden * (self.compute if on_gpu else 2 * self.master) + self.master
+        self.norm = own_rows * normed + (self.stream if tp > 1 else 0)  # with its output before the gather
         self.partial_sums = self.gathered if tp > 1 else 0  # of the whole width, before reduce-scatter
-
-    def _norm(self, rows: int) -> int:
-        """What RMSNorm keeps: its input; on CPU, where it is several operations, also the normalised input."""
-        hidden = self.job.shape.hidden
-        if self.job.hardware.device_type == "cuda":
-            return rows * (hidden * self.compute + self.master)
-        return rows * (2 * hidden * self.master + self.master)  # a half-precision input is kept as float32
 
     def blocks(self, layers: range) -> list[Unit]:
         """The blocks of these numbers, in order."""
-        kinds = [self.job.shape.block_kind(layer) for layer in layers]
+        kinds = [self.shape.block_kind(layer) for layer in layers]
         of_kind = {kind: self.block(kind) for kind in set(kinds)}
         return [of_kind[kind] for kind in kinds]
 
     def block(self, kind: BlockKind = DENSE) -> Unit:
         """One block; a sliding window is ignored."""
-        shape, tp, rows = self.job.shape, self.job.layout.tp, self.rows
+        shape, tp, rows = self.shape, self.layout.tp, self.rows
         attends, halves = kind.attends, 1 + kind.feeds_forward
         attention_out = rows * self.out * self.compute * attends + self._linear(kind, 0, 1)
         received = self.exchange.kept * self.exchanged * self.compute * attends
@@ -137,8 +132,10 @@ class LayerMemory:
             self.stream + max(narrowing, gating, widening, weighing),
             2 * self.stream + 2 * attention_out + projected + work_backward - last_half + 3 * matrix,
         )
-        experts = self._own_experts() if kind.routed else 0
-        others = block_weights(shape, kind) - experts * self.job.layout.ep
+        ep, experts = self.layout.ep, 0
+        if ep > 1 and kind.routed:
+            experts = expert_weights(shape) // (routed_layers(shape) * ep)
+        others = block_weights(shape, kind) - experts * ep
         weights = -(-others // tp) + experts + halves * shape.hidden
         if self.job.activation_checkpointing == "none":
             forward = max(everything + max(3 * self.stream + self.partial_sums, weighing), attending)
@@ -154,31 +151,25 @@ class LayerMemory:
         return Unit(weights, weights, held, forward, again - held, received=received, experts=experts)
 
     @property
-    def kept(self) -> int:
-        """The most that a block keeps: until gradients of weights, inputs and gradients of outputs of linear layers."""
-        columns = self.out + 3 * (self.job.shape.ffn_hidden // self.job.layout.tp)
-        late = 4 * self.gathered + self._projected() + self.rows * columns * self.compute
-        return max(self.block(_common(self.job.shape)).held, late * self.later)
+    def late(self) -> int:
+        """What a block keeps until gradients of weights: inputs and gradients of outputs of linear layers."""
+        columns = self.out + 3 * (self.shape.ffn_hidden // self.layout.tp)
+        return self.later * (4 * self.gathered + self._projected() + self.rows * columns * self.compute)
 
     def _linear(self, kind: BlockKind, keys: int, values: int) -> int:
         """Bytes of so many widths of the keys and of the values of a linear layer, if the block has one."""
-        if (linear := self.job.shape.linear) is None or not kind.linear:
+        if (linear := self.shape.linear) is None or not kind.linear:
             return 0
-        return self.rows * ((keys * linear.keys + values * linear.values) // self.job.layout.tp) * self.compute
-
-    def _own_experts(self) -> int:
-        """Weights of the experts of a block on this GPU, if a group of them shares all; else 0."""
-        shape, layout = self.job.shape, self.job.layout
-        return 0 if layout.ep == 1 else expert_weights(shape) // (routed_layers(shape) * layout.ep)
+        return self.rows * ((keys * linear.keys + values * linear.values) // self.layout.tp) * self.compute
 
     def _projected(self) -> int:
         """What the projections of attention leave for the backward."""
-        latent, width = self.job.shape.latent, self.query + self.key_value
+        latent, width = self.shape.latent, self.query + self.key_value
         if latent is not None:
             width += 2 * (latent.q_rank + latent.kv_rank) + latent.rope_dim  # before and after their norms
-        if (indexer := self.job.shape.indexer) is None:
+        if (indexer := self.shape.indexer) is None:
             return self.rows * width * self.compute
-        queries = indexer.heads * indexer.head_dim * indexer.layers // self.job.shape.layers
+        queries = indexer.heads * indexer.head_dim * indexer.layers // self.shape.layers
         return self.rows * ((width + queries) * self.compute + indexer.top_k * _CHOSEN_BYTES)
 
     def _routed(self) -> tuple[int, int, int]:
@@ -188,7 +179,7 @@ class LayerMemory:
         chosen expert its index and place, there and back, and its weight. Experts are divided over tensor-parallel or
         expert-parallel ranks, and tokens over experts.
         """
-        shape, experts, layout = self.job.shape, self.job.shape.experts, self.job.layout
+        shape, experts, layout = self.shape, self.shape.experts, self.layout
         assert experts is not None
         rows = math.ceil(self.busiest * self.rows / layout.tp)
         sent, scores = rows * experts.active * shape.expert_input * self.compute, rows * experts.count * self.master
@@ -204,12 +195,12 @@ class LayerMemory:
         """
         own = self.rows * self.out * self.compute + self.log_sum_exp
         own_grads = self.rows * (self.query + self.key_value) * self.compute + self._kernel_workspace()
-        if self.job.layout.pool_size == 1:
+        if self.layout.pool_size == 1:
             return own, own_grads
         moved = self.exchange.moved * self.compute
         exchanged = 3 * moved * self.exchanged
-        shape = self.job.shape
-        expanded = moved * self.key_value if shape.latent is not None and shape.indexer is None else 0
+        expands = self.shape.latent is not None and self.shape.indexer is None
+        expanded = expands * moved * self.key_value
         merged = self.rows * self.out * self.master if self.compute < self.master else 0
         return own + 2 * own + merged + exchanged + expanded, own_grads + 4 * own + 2 * (exchanged + expanded)
 
@@ -222,7 +213,7 @@ class LayerMemory:
         if self.job.hardware.device_type != "cuda":
             return 0
         keys = max(self.rows, self.exchange.moved // 2)
-        expanded = 2 * keys * self.query * self.compute if self.job.shape.kv_heads < self.job.shape.heads else 0
+        expanded = 2 * keys * self.query * self.compute if self.shape.kv_heads < self.shape.heads else 0
         return self.rows * self.query * self.master + expanded
 
     def embedding(self) -> Unit:
@@ -231,10 +222,8 @@ class LayerMemory:
         Every tensor-parallel rank computes the gradient of the whole matrix, and accumulates it over the step, before
         it takes its part (``embedding_dense_backward`` of DTensor, torch 2.13).
         """
-        shape = self.job.shape
-        matrix = shape.vocab_size * shape.hidden
-        weights = matrix // self.job.layout.tp
-        return Unit(weights, matrix, 0, self.gathered, matrix * self.compute, root=True)
+        matrix = self.shape.vocab_size * self.shape.hidden
+        return Unit(matrix // self.layout.tp, matrix, 0, self.gathered, matrix * self.compute, root=True)
 
     def head(self, stage: int = 0) -> Unit:
         """The head on ``stage``: final norm, scores, and the loss.
@@ -242,30 +231,48 @@ class LayerMemory:
         The loss keeps the scores and writes their gradient over them, a chunk at a time in a wide type. Gathered tokens
         come whole to every tensor-parallel rank, which has its part of the vocabulary.
         """
-        shape, layout = self.job.shape, self.job.layout
-        words = -(-shape.vocab_size // layout.tp)
-        matrix, kept = words * shape.hidden, self.rows * (words * self.compute + _ROW_BYTES)
+        words = -(-self.shape.vocab_size // self.layout.tp)
+        matrix, kept = words * self.shape.hidden, self.rows * (words * self.compute + _ROW_BYTES)
         chunk = min(self.rows, _CHUNK_ROWS) * words * self.master
         loss = chunk if self.compute < self.master else 0
         held = self.norm + self.gathered + kept
         backward = max(chunk, matrix * self.compute + self.partial_sums)
-        weights = (0 if self.job.tied_embeddings and stage == 0 else matrix) + shape.hidden
+        weights = (0 if self.job.tied_embeddings and stage == 0 else matrix) + self.shape.hidden
         return Unit(weights, weights, held, held + loss, backward, scores=kept, root=True)
 
     def ends(self) -> int:
         """What a stage keeps beside its layers: rotary angles and its output; blocks keep their inputs themselves."""
-        angles = 2 * self.rows * self.job.shape.head_dim * self.compute
-        return angles + (self.stream if self.job.layout.pp > 1 else 0)
+        angles = 2 * self.rows * self.shape.head_dim * self.compute
+        return angles + (self.stream if self.layout.pp > 1 else 0)
 
 
-def _common(shape: ModelShape) -> BlockKind:
-    """The kind of most blocks of a hybrid; in other models a dense block stands for all."""
-    return DENSE if shape.pattern is None else max(shape.blocks, key=shape.blocks.__getitem__)
+class TokenMemory:
+    """What a rank keeps of a token for its backward, of many in a micro-batch: bytes of a block, and shares of that."""
 
+    def __init__(self, job: Job) -> None:
+        shape, pool = job.shape, job.layout.pool_size
+        # The kind of most blocks of a hybrid; in other models a dense block stands for all.
+        common = DENSE if shape.pattern is None else max(shape.blocks, key=shape.blocks.__getitem__)
+        layers = LayerMemory(job, _ROWS)
+        held = layers.block(common).held
+        kept = max(held, layers.late)
+        self.of_block = kept / (_ROWS * pool)  # bytes, on each rank of the group that shares the token's rows
+        self.growth = kept / held  # the most at once, over what the forward leaves
+        self.of_head = layers.head().held / kept  # output head and loss
+        # Keys and values of a slice: those of the whole group for later slices, and received ones for its own backward.
+        exchanged = (2 * pool - 1) * _ROWS * layers.exchanged * layers.compute
+        self.of_slice = shape.attention_layers / shape.layers * exchanged / kept
+        # In thousandths: of each stage, and in a slice also of each block.
+        of_stages = job.stage_blocks + layers.ends() / kept + self.of_head * job.head_shares
+        self.stages: list[int] = np.rint(THOUSANDTHS * of_stages).astype(int).tolist()
+        self.slice = round(THOUSANDTHS * self.of_slice)
+        # Tokens of a document of a context window on a pipeline rank, counted once per block.
+        self.window = job.context_window * max(int(job.stage_blocks[mine].sum()) for mine in job.layout.rank_stages)
+        self._slices = job.slices_documents
 
-def held_of_token(job: Job) -> float:
-    """Bytes that a block keeps of a token for its backward, on each rank of the group that shares the token's rows."""
-    return LayerMemory(job, _ROWS).kept / (_ROWS * job.layout.pool_size)
+    def in_slices(self, in_flight: float) -> float:
+        """Tokens in slices among those ``in_flight``, counted per block: a third, or one document if that is more."""
+        return max(self.window, _SLICED * in_flight) if self._slices else 0.0
 
 
 def product_bytes(job: Job) -> int:
@@ -273,51 +280,6 @@ def product_bytes(job: Job) -> int:
     layers, shape = LayerMemory(job, PRODUCT_ROWS), job.shape
     wide = max(shape.ffn_hidden, shape.vocab_size * (not job.layout.deals_head)) // job.layout.tp
     return layers.later * (layers.gathered + PRODUCT_ROWS * wide * layers.compute)
-
-
-def growth(job: Job) -> float:
-    """The most that a block keeps of a token at once, over what its forward leaves."""
-    layers = LayerMemory(job, _ROWS)
-    return layers.kept / layers.block(_common(job.shape)).held
-
-
-def held_of_stages(job: Job) -> list[int]:
-    """What each stage keeps of a token, in thousandths of what a block keeps; a head on the last stage included."""
-    layers = LayerMemory(job, _ROWS)
-    blocks = job.stage_blocks + layers.ends() / layers.kept + head_share(job) * job.head_shares
-    shares: list[int] = np.rint(THOUSANDTHS * blocks).astype(int).tolist()
-    return shares
-
-
-def held_of_slices(job: Job) -> int:
-    """Keys and values that a block keeps of a token in a slice, in thousandths of its other activations."""
-    return round(THOUSANDTHS * kept_share(job))
-
-
-def kept_share(job: Job) -> float:
-    """Keys and values that a rank keeps of a slice, over everything else that a block keeps of it.
-
-    Those of the whole group for later slices, and the received ones for its own backward.
-    """
-    layers = LayerMemory(job, _ROWS)
-    kept = (2 * job.layout.pool_size - 1) * _ROWS * layers.exchanged * layers.compute
-    return job.shape.attention_layers / job.shape.layers * kept / layers.kept
-
-
-def kept_tokens(job: Job, in_flight: float) -> float:
-    """Tokens in slices among those ``in_flight``, counted per block: a third, or one document if that is more."""
-    return max(window_tokens(job), _SLICED * in_flight) if job.slices_documents else 0.0
-
-
-def window_tokens(job: Job) -> int:
-    """Tokens of a document of a context window on a pipeline rank, counted once per block."""
-    return job.context_window * max(int(job.stage_blocks[mine].sum()) for mine in job.layout.rank_stages)
-
-
-def head_share(job: Job) -> float:
-    """Memory of a token in output head and loss, over that in a block."""
-    layers = LayerMemory(job, _ROWS)
-    return layers.head().held / layers.kept
 
 
 def master_bytes(job: Job) -> int:

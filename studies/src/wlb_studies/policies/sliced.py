@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from wlb.job.job import Job
 from wlb.job.memory.fit import HELD
-from wlb.job.memory.layers import head_share, held_of_token, kept_share
+from wlb.job.memory.layers import TokenMemory
 from wlb.job.memory.walk import Walk
 from wlb.schedules.layout import dealt_blocks
 from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation, RankOperations
@@ -252,8 +252,9 @@ def _held(
     """
     layout, limit = job.layout, job.memory_limit.number_of_bytes
     all_again = replace(job, activation_checkpointing="full")
-    token, least = held_of_token(job), held_of_token(all_again)
-    kept, head = kept_share(job) * token, head_share(job) * token
+    of_token = TokenMemory(job)
+    token, least = of_token.of_block, TokenMemory(all_again).of_block
+    kept, head = of_token.of_slice * token, of_token.of_head * token
     again = np.zeros((1, layout.dp, layout.stages, sum(map(len, columns[0]))))
     of_columns = []  # operations, tokens, and bytes: activations, those with everything recomputed, all else, made anew
     for d, (column, of_column) in enumerate(zip(columns, lists, strict=True)):
@@ -325,7 +326,8 @@ def _beside_activations(job: Job, rank: int) -> tuple[float, float]:
     low, high = (sum(value for name, value in one.parts.items() if name not in HELD) for one in estimates)
     of_row = (high - low) / (_ROWS[1] - _ROWS[0])
     gone = rank == job.layout.pp - 1 and not any("scores" in one.parts for one in estimates)
-    return low - of_row * _ROWS[0], of_row - gone * head_share(job) * held_of_token(job)
+    token = TokenMemory(job)
+    return low - of_row * _ROWS[0], of_row - gone * token.of_head * token.of_block
 
 
 @dataclass(frozen=True)
