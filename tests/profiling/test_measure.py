@@ -12,12 +12,13 @@ from wlb.profiling.measure import (
     ProfileSettings,
     held_out_sizes,
     measure_profile,
+    prediction_errors,
     profiled_sizes,
     tensor_parallel_shard,
 )
 from wlb.profiling.workbench import Workbench
 from wlb.workload import make_workload, model_shape
-from wlb.workload.costs import crossover_tokens, prediction_errors
+from wlb.workload.costs import crossover_tokens
 from wlb.workload.profile import read_profile, write_profile
 from wlb.workload.shapes import Experts
 

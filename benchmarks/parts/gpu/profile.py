@@ -3,9 +3,9 @@
 import torch
 
 from benchmarks.parts.gpu.setting import Comparison, Result, Setting, Workloads
-from wlb.profiling.measure import ProfileSettings, measure_profile
+from wlb.profiling.measure import ProfileSettings, measure_profile, predictions
 from wlb.workload import make_workload
-from wlb.workload.costs import crossover_tokens, predictions
+from wlb.workload.costs import crossover_tokens
 
 PROFILE = "profile"  # its name among the workloads
 

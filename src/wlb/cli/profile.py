@@ -77,10 +77,10 @@ def profile(
     options.check_writable(out)
     settings = asked.settings()
 
-    from wlb.profiling.measure import measure_profile, tensor_parallel_shard
+    from wlb.profiling.measure import measure_profile, prediction_errors, tensor_parallel_shard
     from wlb.training.environment import hardware_name
     from wlb.workload import make_workload
-    from wlb.workload.costs import crossover_tokens, prediction_errors
+    from wlb.workload.costs import crossover_tokens
     from wlb.workload.profile import write_profile
 
     with counted("measuring") as progress:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +24,7 @@ from wlb.profiling.workbench import Key, Workbench
 from wlb.runtime.clock import PROCESS_TIME, WALL_TIME, Clock, clock_of
 from wlb.runtime.environment import activate_fast_attention
 from wlb.training.environment import keep_freed_memory
-from wlb.workload import ModelShape
-from wlb.workload.costs import HeldOut
+from wlb.workload import Costs, ModelShape
 from wlb.workload.profile import Measurements, PrefixMeasurements, WorkloadProfile
 
 _ROUNDS, _QUICK_ROUNDS = 5, 2
@@ -33,6 +33,9 @@ _SMALLEST_MAX_LENGTH, _LARGEST_MAX_LENGTH = 256, 2**22  # gives two sizes on eve
 _HELD_OUT = 12  # documents, and as many pieces; two thirds as many micro-batches
 
 Sizes = tuple[int, ...]
+# Held-out sizes in tokens, with their seconds over all layers: "documents" by length, "pieces of documents" by start
+# and stop of their queries, "micro-batches" by segment lengths.
+HeldOut = dict[str, dict[Any, float]]
 
 
 @dataclass(frozen=True)
@@ -201,3 +204,21 @@ def _machine(settings: ProfileSettings) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     named = re.search(r"model name\s*: (.*)", cpuinfo.read_text(encoding="utf-8") if cpuinfo.exists() else "")
     return f"{settings.threads} thread{'s' * (settings.threads > 1)} of {named[1] if named else platform.machine()}"
+
+
+def prediction_errors(workload: Costs, held_out: HeldOut) -> list[dict[str, Any]]:
+    """Median and worst relative error of ``workload`` on each kind of work."""
+    rows = []
+    for shapes, predicted in predictions(workload, held_out).items():
+        errors = np.abs(np.asarray(predicted) / [*held_out[shapes].values()] - 1)
+        found = {"median": float(np.median(errors)), "worst": float(errors.max())}
+        rows.append({"shapes": shapes, "count": len(errors)} | found)
+    return rows
+
+
+def predictions(workload: Costs, held_out: HeldOut) -> dict[str, Any]:
+    """Seconds that ``workload`` predicts for each size of ``held_out``."""
+    documents, pieces, micro_batches = held_out.values()
+    attention = workload.attention_seconds([*documents]), workload.piece_seconds(*np.array([*pieces]).T)
+    sums = [float(workload.attention_seconds(d).sum() + workload.linear_seconds(sum(d))) for d in micro_batches]
+    return dict(zip(held_out, (*attention, sums), strict=True))

@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,14 +29,13 @@ from numpy.typing import ArrayLike
 from wlb.errors import UserError
 from wlb.workload.base import Checkpointing, Direction, Phase, Seconds
 from wlb.workload.flops import (
-    LINEAR_BACKWARD_FACTOR,
+    LINEAR_FACTORS,
     attended_pairs,
     elementwise_values_per_token,
     gemm_flops_per_token,
     layers_pair_flops,
     linear_columns,
     pair_flops,
-    routed_flops_per_token,
     state_flops_per_token,
 )
 from wlb.workload.hardware import Hardware
@@ -47,9 +46,6 @@ from wlb.workload.weights import expert_weights, latent_expansion, mean_block_we
 if TYPE_CHECKING:  # planning without a profile needs NumPy alone
     from wlb.workload.profile import WorkloadProfile
 
-# Held-out sizes in tokens, with their seconds over all layers: "documents" by length, "pieces of documents" by start
-# and stop of their queries, "micro-batches" by segment lengths.
-HeldOut = dict[str, dict[Any, float]]
 PRODUCT_ROWS = 8192  # most tokens in a product of several micro-batches, which then hides accumulating its result
 QUERY_TILE = 128  # queries in a tile of FlashAttention-2 and -3 at head_dim 128 (arXiv 2307.08691, 2407.08608)
 MASTER_BYTES = 4  # weights, gradients and moments are float32
@@ -121,34 +117,27 @@ class Costs:
     exposed_tp: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value in (("tp", self.tp), ("cp", self.cp), ("ep", self.ep)):
+        shape, tp, ep = self.shape, self.tp, self.ep
+        for name, value in (("tp", tp), ("cp", self.cp), ("ep", ep)):
             if value < 1:
                 raise UserError(f"{name} = {value} is not a group size; it must be at least 1")
-        if self.shape.heads % self.tp or self.shape.kv_heads % self.tp:
+        if shape.heads % tp or shape.kv_heads % tp:
             raise UserError(
-                f"tp = {self.tp} does not divide {self.shape.heads} query heads and {self.shape.kv_heads} key/value "
-                "heads; choose a tp that divides both"
+                f"tp = {tp} does not divide {shape.heads} query heads and {shape.kv_heads} key/value heads; choose a "
+                "tp that divides both"
             )
-        if (linear := self.shape.linear) is not None and linear.heads % self.tp:
-            raise UserError(
-                f"tp = {self.tp} does not divide the {linear.heads} heads of linear layers; choose a divisor"
-            )
-        if self.ep > 1:
-            self._check_experts()
+        if (linear := shape.linear) is not None and linear.heads % tp:
+            raise UserError(f"tp = {tp} does not divide the {linear.heads} heads of linear layers; choose a divisor")
+        if ep > 1 and shape.experts is None:
+            raise UserError(f"ep = {ep} shares experts, and the model has none; name another, or leave ep out")
+        if shape.experts is not None and (count := shape.experts.count) % ep:
+            raise UserError(f"ep = {ep} does not divide the model's {count} experts; choose a divisor, or 1")
+        if ep > 1 and ep % tp:
+            raise UserError(f"ep = {ep} is no multiple of tp = {tp}, whose GPUs hold whole experts; change one")
+        if ep > 1 and self.profile is not None:
+            raise UserError(f"ep = {ep}: a profile measures all experts on one GPU; leave ep or the profile out")
         if self.profile is not None:
-            self.profile.check(self.shape)
-
-    def _check_experts(self) -> None:
-        if self.shape.experts is None:
-            raise UserError(f"ep = {self.ep} shares experts, and the model has none; name another, or leave ep out")
-        if (count := self.shape.experts.count) % self.ep:
-            raise UserError(f"ep = {self.ep} does not divide the model's {count} experts; choose a divisor, or 1")
-        if self.ep % self.tp:
-            raise UserError(
-                f"ep = {self.ep} is no multiple of tp = {self.tp}, whose GPUs hold whole experts; change one"
-            )
-        if self.profile is not None:
-            raise UserError(f"ep = {self.ep}: a profile measures all experts on one GPU; leave ep or the profile out")
+            self.profile.check(shape)
 
     def piece_seconds(self, starts: ArrayLike, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """Attention of pieces of documents: queries ``starts`` to ``stops``, keys 0 to ``stops`` (tokens).
@@ -209,9 +198,8 @@ class Costs:
         Part of what a profile measured.
         """
         launches = self.hardware.device_type == "cuda" and self.profile is None
-        block = launches * (_HOST_SECONDS if self.tp == 1 else _HOST_SECONDS_TP) / (1 + LINEAR_BACKWARD_FACTOR)
-        factor = 1.0 if phase == "forward" else LINEAR_BACKWARD_FACTOR
-        return np.where(np.asarray(tokens) > 0, self.shape.layers * factor * block, 0.0)
+        block = launches * (_HOST_SECONDS if self.tp == 1 else _HOST_SECONDS_TP) / LINEAR_FACTORS["both"]
+        return np.where(np.asarray(tokens) > 0, self.shape.layers * LINEAR_FACTORS[phase] * block, 0.0)
 
     def weight_seconds(self, tokens: ArrayLike, part: Literal["blocks", "head"]) -> Seconds:
         """The part of a backward of blocks or head that computes gradients of weights, which no other stage needs.
@@ -222,7 +210,7 @@ class Costs:
         token, products = rates.block_token, rates.block_products - rates.expert_token
         if part == "head":
             token, products = rates.head_token, rates.head_products
-        share: float = products / LINEAR_BACKWARD_FACTOR / token
+        share: float = products / LINEAR_FACTORS["backward"] / token
         return share * (backward - adding) + adding
 
     def joined_seconds(self, tokens: ArrayLike, part: Literal["blocks", "head"]) -> Seconds:
@@ -307,9 +295,8 @@ class Costs:
         touched = self._kv_bytes * moved + query_bytes * of_merged * np.asarray(merged)
         seconds: Seconds = layers / hardware.memory_bandwidth * touched
         if (expansion := latent_expansion(self.shape)) and self.shape.indexer is None:
-            factor = 1.0 if phase == "forward" else LINEAR_BACKWARD_FACTOR
             gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * self.tp
-            seconds = seconds + layers * factor * 2.0 * expansion / gemm_rate * np.asarray(received)
+            seconds = seconds + layers * LINEAR_FACTORS[phase] * 2.0 * expansion / gemm_rate * np.asarray(received)
         return seconds
 
     def attention_seconds(self, lengths: ArrayLike, phase: Phase = "both") -> Seconds:
@@ -368,11 +355,16 @@ class Costs:
     def phase_rates(self, phase: Direction) -> Rates:
         shape, hardware, tp, backward = self.shape, self.hardware, self.tp, phase == "backward"
         head_flops = 2.0 * shape.vocab_size * shape.hidden
-        block_flops = (gemm_flops_per_token(shape) - head_flops) + _grouping_flops(shape)
+        grouping = 0.0  # a token over all layers, in operations of bf16 matrix products
+        if (experts := shape.experts) is not None:
+            columns = _EXPERT_COLUMNS + experts.biased * _EXPERT_BIASES * experts.ffn_hidden
+            matrices = routed_layers(shape) * shape.ffn_matrices
+            grouping = 2.0 * matrices * shape.expert_input * experts.active * columns
+        block_flops = (gemm_flops_per_token(shape) - head_flops) + grouping
         kernel = hardware.attention
         rate = kernel.backward_flops if backward else kernel.forward_flops
         half_length = kernel.backward_half_length if backward else kernel.forward_half_length
-        factor = LINEAR_BACKWARD_FACTOR if backward else 1.0
+        factor = LINEAR_FACTORS[phase]
         pair, window_pair = (flops / rate / tp for flops in layers_pair_flops(shape, phase))
         drain = 0.0 if backward else kernel.drain_tiles * QUERY_TILE * pair_flops(shape) / shape.heads / rate
         gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * tp
@@ -393,7 +385,7 @@ class Costs:
             block_products=factor * block_flops / gemm_rate,
             head_products=factor * head_flops / gemm_rate,
             experts=factor * 2.0 * _EXPERT_TOKENS * expert_weights(shape) / self.ep_ranks / gemm_rate,
-            expert_token=factor * (_grouping_flops(shape) + routed_flops_per_token(shape)) / gemm_rate,
+            expert_token=factor * (grouping + 2.0 * expert_weights(shape, active=True)) / gemm_rate,
         )
 
     @property
@@ -444,33 +436,6 @@ class Rates(NamedTuple):
     head_products: float
     experts: float  # for all experts in a micro-batch, whatever its tokens
     expert_token: float  # the part of block_token in products of experts
-
-
-def _grouping_flops(shape: ModelShape) -> float:
-    """Cost of grouping a token in a forward over all layers, in operations of bf16 matrix products."""
-    experts = shape.experts
-    if experts is None:
-        return 0.0
-    columns = _EXPERT_COLUMNS + experts.biased * _EXPERT_BIASES * experts.ffn_hidden
-    return 2.0 * routed_layers(shape) * shape.ffn_matrices * shape.expert_input * experts.active * columns
-
-
-def prediction_errors(workload: Costs, held_out: HeldOut) -> list[dict[str, Any]]:
-    """Median and worst relative error of ``workload`` on each kind of work."""
-    rows = []
-    for shapes, predicted in predictions(workload, held_out).items():
-        errors = np.abs(np.asarray(predicted) / [*held_out[shapes].values()] - 1)
-        found = {"median": float(np.median(errors)), "worst": float(errors.max())}
-        rows.append({"shapes": shapes, "count": len(errors)} | found)
-    return rows
-
-
-def predictions(workload: Costs, held_out: HeldOut) -> dict[str, Any]:
-    """Seconds that ``workload`` predicts for each size of ``held_out``."""
-    documents, pieces, micro_batches = held_out.values()
-    attention = workload.attention_seconds([*documents]), workload.piece_seconds(*np.array([*pieces]).T)
-    sums = [float(workload.attention_seconds(d).sum() + workload.linear_seconds(sum(d))) for d in micro_batches]
-    return dict(zip(held_out, (*attention, sums), strict=True))
 
 
 def crossover_tokens(workload: Costs) -> int | None:

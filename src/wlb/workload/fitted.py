@@ -52,28 +52,20 @@ class FittedPrices:
         """Seconds of a micro-batch of documents of ``lengths`` tokens."""
         return float(self.document_seconds(lengths).sum()) + self.fixed
 
-    def profile(
-        self, model: ModelShape, *, machine: str, versions: dict[str, str], dtype: str, clock: str, threads: int = 1
-    ) -> WorkloadProfile:
-        """These prices as a profile, for ``wlb check``, ``wlb simulate`` and ``training.profile``.
+    def profile(self, model: ModelShape, *, threads: int = 1, **origin: Any) -> WorkloadProfile:
+        """These prices as a profile of this ``origin`` (its other fields), for ``wlb check`` and ``training.profile``.
 
         Forward and backward were measured together; they are divided 1 : 2, like their operations.
         """
-        tokens = tuple(_KNOTS.tolist())
+        tokens, d = tuple(_KNOTS.tolist()), _KNOTS.astype(np.float64)
 
         def both(seconds: Array) -> dict[str, Any]:
             floored = np.maximum(seconds, _LEAST_SECONDS)
-            return {
-                "forward_seconds": ((1 - _BACKWARD) * floored).tolist(),
-                "backward_seconds": (_BACKWARD * floored).tolist(),
-            }
+            forward, backward = (1 - _BACKWARD) * floored, _BACKWARD * floored
+            return {"forward_seconds": forward.tolist(), "backward_seconds": backward.tolist()}
 
-        d = _KNOTS.astype(np.float64)
         return WorkloadProfile(
-            machine=machine,
-            versions=versions,
-            dtype=dtype,
-            clock=clock,
+            **origin,
             threads=threads,
             model=model,
             attention=Measurements(tokens=tokens, **both(self.square * d**2)),

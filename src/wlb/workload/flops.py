@@ -9,11 +9,11 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.workload.base import Direction, Phase
 from wlb.workload.shapes import ModelShape
-from wlb.workload.weights import feed_forward_width, parameters, routed_layers
+from wlb.workload.weights import feed_forward_width, parameters
 
 # A backward multiplies once for the gradient of the input and once for that of the weight.
-LINEAR_BACKWARD_FACTOR = 2.0
-FORWARD_SHARE = 1 / (1 + LINEAR_BACKWARD_FACTOR)
+LINEAR_FACTORS: dict[Phase, float] = {"forward": 1.0, "backward": 2.0, "both": 3.0}
+FORWARD_SHARE = 1 / LINEAR_FACTORS["both"]
 # The backward of flash attention has five matrix products (it recomputes the scores), the forward two.
 ATTENTION_BACKWARD_FACTOR = 2.5
 # Forward operations of a linear layer for a token and a value of its state (quoted: ``mamba_layer_flops``,
@@ -84,28 +84,18 @@ def layers_pair_flops(shape: ModelShape, phase: Direction) -> tuple[float, float
     if (indexer := shape.indexer) is None:
         return full, windowed
     scoring = 2.0 * indexer.layers * indexer.heads * indexer.head_dim
-    return (full, windowed + LINEAR_BACKWARD_FACTOR * scoring) if backward else (full + scoring, windowed)
+    return (full, windowed + LINEAR_FACTORS[phase] * scoring) if backward else (full + scoring, windowed)
 
 
 def linear_flops(shape: ModelShape, tokens: ArrayLike, phase: Phase = "both") -> NDArray[np.float64]:
     """Operations of everything that grows with tokens, including the output head; shape of ``tokens``."""
     of_token = gemm_flops_per_token(shape) + state_flops_per_token(shape)
-    factor = {"forward": 1.0, "backward": LINEAR_BACKWARD_FACTOR, "both": 1.0 + LINEAR_BACKWARD_FACTOR}[phase]
-    return of_token * np.asarray(tokens, dtype=np.float64) * factor
+    return of_token * np.asarray(tokens, dtype=np.float64) * LINEAR_FACTORS[phase]
 
 
 def gemm_flops_per_token(shape: ModelShape) -> float:
     """Forward operations for one token: projections, feed-forward or chosen experts, and output head."""
     return 2.0 * parameters(shape, active=True, tied_embeddings=True)  # the embedding is a lookup; the head counts
-
-
-def routed_flops_per_token(shape: ModelShape) -> float:
-    """The part of ``gemm_flops_per_token`` in the chosen experts, without shared ones."""
-    experts = shape.experts
-    if experts is None:
-        return 0.0
-    matrices = shape.ffn_matrices * shape.expert_input * experts.active * experts.ffn_hidden
-    return 2.0 * routed_layers(shape) * matrices
 
 
 def state_flops_per_token(shape: ModelShape) -> float:
@@ -130,19 +120,18 @@ def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
         rotary = 2 * latent.rope_dim * (shape.heads + 1) + 2 * shape.heads * shape.head_dim
         norms = latent.q_rank + latent.kv_rank
     gate = shape.gated_attention * shape.heads * shape.head_dim
-    mixing = [0.0, 0.0]
-    if linear is not None:
-        mixing = [keys * linear.keys + values * linear.values for keys, values in _LINEAR_PASSES[linear.kind]]
+    # A token is copied for each of its experts, and their results are summed; the backward mirrors this.
+    copied = 0 if experts is None else (3 * experts.active + 1) * shape.expert_input
     forward = backward = 0.0
     for kind, count in shape.blocks.items():
         width, hidden = feed_forward_width(shape, kind), (1 + kind.feeds_forward) * shape.hidden
-        # A token is copied for each of its experts, and their results are summed; the backward mirrors this.
-        moved = (3 * experts.active + 1) * shape.expert_input if experts is not None and kind.routed else 0
-        moved += kind.attends * rotary
+        moved = kind.routed * copied + kind.attends * rotary
         forward += count * ((2 + 3) * hidden + kind.attends * (2 * norms + 3 * gate) + moved + matrices * width)
         backward += count * ((3 + 3) * hidden + kind.attends * (3 * norms + 5 * gate) + moved)
         backward += count * (2 * matrices - 1) * width
-        forward, backward = (n + count * kind.linear * m for n, m in zip((forward, backward), mixing, strict=True))
+        if linear is not None and kind.linear:
+            mixing = [keys * linear.keys + values * linear.values for keys, values in _LINEAR_PASSES[linear.kind]]
+            forward, backward = forward + count * mixing[0], backward + count * mixing[1]
     return forward, backward
 
 

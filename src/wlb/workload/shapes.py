@@ -54,11 +54,6 @@ class Experts:
     biased: bool = False
     latent: int | None = None
 
-    def __post_init__(self) -> None:
-        _check_sizes("experts", vars(self), may_be_zero=("shared_hidden", "dense_layers", "biased"))
-        if self.active > self.count:
-            raise UserError(f"model shape has experts.active = {self.active} of {self.count} experts; lower it")
-
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -73,9 +68,6 @@ class LatentAttention:
     kv_rank: int
     rope_dim: int
     value_dim: int
-
-    def __post_init__(self) -> None:
-        _check_sizes("latent", vars(self), may_be_zero=("q_rank",))
 
 
 @dataclass(frozen=True)
@@ -154,7 +146,12 @@ class ModelShape:
     ffn_matrices: Literal[2, 3] = 3
 
     def __post_init__(self) -> None:
-        _check_sizes("", vars(self), may_be_zero=("gated_attention",))
+        parts = {"experts.": self.experts, "latent.": self.latent, "linear.": self.linear, "indexer.": self.indexer}
+        for prefix, part in [*parts.items(), ("", self)]:
+            for name, value in vars(part).items() if part is not None else ():
+                least = 0 if name in ("shared_hidden", "dense_layers", "q_rank") else 1
+                if type(value) is int and value < least:
+                    raise UserError(f"model shape has {prefix}{name} = {value}; it must be at least {least}")
         if self.layers > _MOST_LAYERS:
             raise UserError(f"model shape has layers = {self.layers}; it must be at most {_MOST_LAYERS}")
         if self.head_dim % 2:
@@ -173,19 +170,22 @@ class ModelShape:
                 f"rope_dim = {self.latent.rope_dim} for head_dim = {self.head_dim}; give every head a key/value head, "
                 "and a head_dim of at least rope_dim"
             )
-        if self.experts is not None and self.experts.dense_layers >= self.layers:
-            raise UserError(
-                f"model shape has experts.dense_layers = {self.experts.dense_layers} of {self.layers} layers, which "
-                "leaves none with experts; lower it"
-            )
+        if (experts := self.experts) is not None:
+            if experts.active > experts.count:
+                raise UserError(
+                    f"model shape has experts.active = {experts.active} of {experts.count} experts; lower it"
+                )
+            if experts.dense_layers >= self.layers:
+                raise UserError(
+                    f"model shape has experts.dense_layers = {experts.dense_layers} of {self.layers} layers, which "
+                    "leaves none with experts; lower it"
+                )
         for name in ("full_attention_layers", "full_attention_every"):
             if getattr(self, name) is not None and self.sliding_window is None:
                 raise UserError(
                     f"model shape has {name} = {getattr(self, name)} but no sliding_window for the other blocks; "
                     "give sliding_window too"
                 )
-        for part, sizes in (("indexer", self.indexer), ("linear", self.linear)):
-            _check_sizes(part, {} if sizes is None else vars(sizes))
         if self.indexer is not None and (self.latent is None or self.indexer.layers > self.layers):
             raise UserError(f"model shape has {self.indexer} without latent attention, or over {self.layers} layers")
         if self.pattern is not None:
@@ -211,9 +211,7 @@ class ModelShape:
         routed = self.experts is not None and layer >= self.experts.dense_layers
         if layer < (self.full_attention_layers or 0) or (every is not None and (layer + 1) % every == 0):
             return BlockKind("full", routed)
-        if self.indexer is not None:
-            return BlockKind("indexed", routed)
-        return BlockKind("full" if self.sliding_window is None else "sliding", routed)
+        return BlockKind("indexed" if self.indexer else "sliding" if self.sliding_window else "full", routed)
 
     @property
     def blocks(self) -> Mapping[BlockKind, int]:
@@ -243,14 +241,6 @@ class ModelShape:
     def value_dim(self) -> int:
         """Width of the value and output of an attention head."""
         return self.head_dim if self.latent is None else self.latent.value_dim
-
-
-def _check_sizes(part: str, sizes: Mapping[str, object], may_be_zero: tuple[str, ...] = ()) -> None:
-    for name, value in sizes.items():
-        least = 0 if name in may_be_zero else 1
-        if isinstance(value, int) and value < least:
-            shown = f"{part}.{name}" if part else name
-            raise UserError(f"model shape has {shown} = {value}; it must be at least {least}")
 
 
 _BLOCK = "[*MH][E-]?"  # of a pattern

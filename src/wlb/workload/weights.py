@@ -15,8 +15,7 @@ def parameters(shape: ModelShape, *, active: bool = False, tied_embeddings: bool
 
 def mean_block_weights(shape: ModelShape, *, active: bool = False) -> float:
     """Mean weights of a block, over blocks of all kinds."""
-    total = sum(count * block_weights(shape, kind, active=active) for kind, count in shape.blocks.items())
-    return total / shape.layers
+    return (parameters(shape, active=active) - 2 * shape.vocab_size * shape.hidden) / shape.layers
 
 
 def block_weights(shape: ModelShape, kind: BlockKind, *, active: bool = False) -> int:
@@ -25,12 +24,13 @@ def block_weights(shape: ModelShape, kind: BlockKind, *, active: bool = False) -
     return mixing + _feed_forward_weights(shape, kind, active=active)
 
 
-def expert_weights(shape: ModelShape) -> int:
-    """Weights of all routed experts of all blocks; 0 without any."""
+def expert_weights(shape: ModelShape, *, active: bool = False) -> int:
+    """Weights of all routed experts of all blocks, or of those that a token is sent to; 0 without any."""
     experts = shape.experts
     if experts is None:
         return 0
-    return routed_layers(shape) * shape.ffn_matrices * shape.expert_input * experts.count * experts.ffn_hidden
+    width = (experts.active if active else experts.count) * experts.ffn_hidden
+    return routed_layers(shape) * shape.ffn_matrices * shape.expert_input * width
 
 
 def routed_layers(shape: ModelShape) -> int:

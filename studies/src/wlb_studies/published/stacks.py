@@ -13,12 +13,8 @@ from wlb.job.prices import Software
 from wlb.workload import Costs, Hardware, ModelShape, Seconds
 from wlb.workload.base import Direction, Phase
 from wlb.workload.costs import Rates
-from wlb.workload.flops import (
-    LINEAR_BACKWARD_FACTOR,
-    elementwise_values_per_token,
-    gemm_flops_per_token,
-    routed_flops_per_token,
-)
+from wlb.workload.flops import LINEAR_FACTORS, elementwise_values_per_token, gemm_flops_per_token
+from wlb.workload.weights import expert_weights
 
 # Rates of matrix products in narrow types over those in bf16; fitted by fit_prices.py. (Tensor cores are twice as fast
 # in FP8; scaling and casting take the rest.)
@@ -86,15 +82,14 @@ class StackCosts(Costs):
         values = elementwise_values_per_token(shape)[phase == "backward"]
         more = 0.0 if software.fused else _UNFUSED_PASSES - 1
         elements = more * values * hardware.bytes_per_value / hardware.memory_bandwidth / self.tp
-        factor = 1.0 if phase == "forward" else LINEAR_BACKWARD_FACTOR
         gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * self.tp
         flops = gemm_flops_per_token(shape) - 2.0 * shape.vocab_size * shape.hidden  # grouping is never narrow
-        narrow = factor * (1 - 1 / software.block_rate) / gemm_rate
+        narrow = LINEAR_FACTORS[phase] * (1 - 1 / software.block_rate) / gemm_rate
         saved = narrow * flops
         return ours._replace(
             block_token=ours.block_token + elements - saved,
             block_products=ours.block_products - saved,
-            expert_token=ours.expert_token - narrow * routed_flops_per_token(shape),
+            expert_token=ours.expert_token - narrow * 2.0 * expert_weights(shape, active=True),
         )
 
     @property
@@ -106,6 +101,5 @@ class StackCosts(Costs):
         seconds = super().blocks_seconds(tokens, phase, routed)
         if phase == "both":  # the sum of both phases
             return seconds
-        host = self.software.micro_batch_seconds / (1 + LINEAR_BACKWARD_FACTOR)
-        own = host if phase == "forward" else LINEAR_BACKWARD_FACTOR * host
+        own = LINEAR_FACTORS[phase] * (self.software.micro_batch_seconds / LINEAR_FACTORS["both"])
         return seconds + np.where(np.asarray(tokens) > 0, own, 0.0)
