@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,8 @@ from wlb.cli.app import app
 from wlb.cli.groups import names_of
 from wlb.cli.options import JobOptions
 from wlb.documents.lengths import read_lengths
+from wlb.simulate.estimate import Estimate, estimate
+from wlb.simulate.space import SearchSpace
 
 NOTEBOOK = Path(__file__).parents[1] / "examples" / "lengths_to_gain.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
@@ -24,9 +27,14 @@ CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 
 @pytest.fixture(scope="module")
 def names() -> dict[str, Any]:
-    """What all cells defined; ``printed`` is their text."""
+    """What all cells defined; ``printed`` is their text. The verdict is of few layouts and one step."""
+
+    def estimated(space: SearchSpace, lengths: Any, presets: list[str], source: str) -> Estimate:
+        few = replace(space, fixed=(("cp", 2), ("pp", 1), ("tp", 4)))
+        return estimate(few, lengths, presets, 1, source=source)
+
     found: dict[str, Any] = {}
-    with redirect_stdout(io.StringIO()) as out:
+    with redirect_stdout(io.StringIO()) as out, mock.patch("wlb.simulate.estimate.estimate", estimated):
         for cell in CELLS:
             if cell["cell_type"] == "code":
                 assert not cell["outputs"], "commit it without outputs"

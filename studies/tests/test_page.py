@@ -34,8 +34,8 @@ testing = pytest.importorskip("streamlit.testing.v1", reason="no streamlit (wlb-
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on the PATH: the page not shown")
 
 LENGTHS = json.dumps(sample_lengths(600, 16_384, 0).tolist())
-JOB = {"model": "tiny", "hardware": "cpu", "gpus": "8", "window": "16K"}
-OPTIONS = {"--model": "tiny", "--hardware": "cpu", "--gpus": "8", "--context-window": "16K"}
+JOB = {"model": "tiny", "hardware": "cpu", "gpus": "4", "window": "16K"}
+OPTIONS = {"--model": "tiny", "--hardware": "cpu", "--gpus": "4", "--context-window": "16K"}
 WORDS = [word for option in OPTIONS.items() for word in option]
 GREEN, RED = (0x1B, 0x9E, 0x6B), (0xD6, 0x45, 0x45)
 

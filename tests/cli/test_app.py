@@ -245,6 +245,7 @@ _SMALL = ["--model", "tiny", "--hardware", "cpu", "--context-window", "4K"]
 _PLAIN = ["--systems", "plain-4d"]
 _BATCH = ["--batch-tokens", "64K", "--steps", 1]
 _SIZES = ["--dp", 2, "--pp", 1, "--cp", 2, "--tp", 1, "--batch-tokens", "32K", "--steps", 1]
+_ALONE = ["--tp", 1, "--pp", 1, "--steps", 1]
 
 
 @in_turn(
@@ -252,7 +253,7 @@ _SIZES = ["--dp", 2, "--pp", 1, "--cp", 2, "--tp", 1, "--batch-tokens", "32K", "
     [
         (["prepare", "texts", "--out", "my store"], ["check"]),
         (["report", "my store", *_SMALL, *_SIZES], ["train"]),
-        (["check", "texts/08.txt", "--tokenizer", "bytes", *_SMALL, "--pp", 1, "--steps", 1], ["prepare"]),
+        (["check", "texts/08.txt", "--tokenizer", "bytes", *_SMALL, *_ALONE], ["prepare"]),
         (["check", _DOCUMENTS, *_SMALL, *_SIZES], ["report", "simulate"]),
         (["simulate", "550m-64k", "--steps", 1, "--lengths", "long.json", *_PLAIN], ["report", "simulate"]),
         (["simulate", "job.toml", "--set", "parallel.tp=1", "--hardware", "cpu", "--steps", 1, *_PLAIN], ["train"]),
@@ -261,7 +262,7 @@ _SIZES = ["--dp", 2, "--pp", 1, "--cp", 2, "--tp", 1, "--batch-tokens", "32K", "
 def test_the_next_command_can_be_run_as_it_is_printed(small_corpus, arguments, commands):
     """The last one of a case is parsed only."""
     for command in commands:
-        narrow = ["--tp", 1, "--pp", 1, "--steps", 1] if "--gpus" in arguments else []  # of 32 GPUs, as it is printed
+        narrow = _ALONE if "--gpus" in arguments else []  # of 32 GPUs, as it is printed
         out = printed(*arguments, *narrow)
         (following,) = re.findall("^next: wlb (.*)", out, re.MULTILINE)
         assert out.endswith(f"{following}\n")

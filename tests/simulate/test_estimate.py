@@ -48,8 +48,9 @@ def random_job(seed: int) -> tuple[np.ndarray, dict[str, Any]]:
     return lengths, settings | {"context_window": window} | given
 
 
+# `make test` tries two layouts that are found and one that is given; `make test-all` more jobs of both kinds.
 @pytest.mark.parametrize(
-    "seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 40))]
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 40))]
 )
 def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path: Path, seed: int):
     """Of random jobs, in the layouts that are found and in one that is given, with much to gain and with little."""
@@ -123,8 +124,8 @@ def test_a_layout_that_is_given_is_kept_by_all_systems():
     for system in found["systems"]:
         if system["system"] not in VARIANTS:
             assert [system["layout"][size] for size in ("dp", "pp", "cp", "tp")] == [1, 2, 2, 4]
-    searched = wlb(*asked, "--systems", "plain-4d,balanced", "--gpus", 8, "--tp", 4)
-    assert {system["layout"]["tp"] for system in searched["systems"]} == {4}
+    searched = wlb(*asked, "--systems", "plain-4d,balanced", "--gpus", 4, "--tp", 2)
+    assert {system["layout"]["tp"] for system in searched["systems"]} == {2}
 
 
 def test_what_is_assumed_is_said_with_the_option_that_sets_it():

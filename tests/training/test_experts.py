@@ -24,8 +24,7 @@ SIGMOID: dict[str, Any] = SOFTMAX | {
     "router": "sigmoid",
     "tied_embeddings": True,
 }
-
-
+FEW = {"layers": 3}  # a dense one, and two with experts
 ROUTED: dict[str, Any] = {"balance_loss": 0.02, "router_z_loss": 0.01, "learning_rate": 0.003}
 ROUTED["gradient_clip"] = 0.01  # every step is clipped
 
@@ -42,8 +41,8 @@ def exhaustive(*values: Any) -> Any:
 @pytest.mark.parametrize(
     ("system", "model", "parallel", "checkpointing", "steps"),
     [  # the balance loss has a gradient from step 2 on, seen in the loss of step 3
-        ("plain-4d", SIGMOID, {"tp": 2, "ep": 2}, "keep_attention", 3),
-        ("level", SIGMOID, {"dp": 4, "ep": 2}, "full", 3),
+        ("plain-4d", SIGMOID | FEW, {"tp": 2, "ep": 2}, "keep_attention", 3),
+        ("level", SIGMOID | FEW, {"dp": 4, "ep": 2}, "full", 3),
         exhaustive("slices", SOFTMAX, {"dp": 2, "pp": 2, "pool": 2, "ep": 2}, "none"),
         exhaustive("plain-4d", SIGMOID, {"dp": 2, "tp": 2, "ep": 4}, "keep_attention"),
         exhaustive("plain-4d", SOFTMAX, {}, "none"),

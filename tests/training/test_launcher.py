@@ -14,7 +14,8 @@ import pytest
 
 from tests.programs import Program, finished, forked
 from tests.training.checkpoint.fakes import damage, write_checkpoint
-from tests.training.jobs import VOCABULARY, endless, job, read_steps, write_config
+from tests.training.distributed import run_ranks
+from tests.training.jobs import VOCABULARY, endless, job, read_steps, train, write_config
 from tests.training.processes import (
     children_of,
     is_asked_to_end,
@@ -101,9 +102,8 @@ def test_a_store_that_is_overwritten_ends_the_job_and_is_in_no_checkpoint(folder
     (folder / "store.bin").write_bytes(tokens)
     settings += ["--set", f"training.steps={len(before) + 3}"]
     assert finished("-m", "wlb", "train", config, *settings).returncode == 0
-    for name in ("metrics", "checkpoint"):
-        settings += ["--set", f"{name}.dir={folder / 'uninterrupted' / name}"]
-    assert finished("-m", "wlb", "train", config, *settings).returncode == 0
+    apart = [f"{name}.dir={folder / 'uninterrupted' / name}" for name in ("metrics", "checkpoint")]
+    run_ranks(2, train, load_config(config, [*settings[1::2], *apart]))
     continued, uninterrupted = read_steps(folder), read_steps(folder / "uninterrupted")
     assert len(continued) == len(uninterrupted)
     for rows in (before, continued):

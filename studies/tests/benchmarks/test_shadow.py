@@ -12,7 +12,7 @@ from tests.programs import finished
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
 def test_a_small_run_predicts_and_measures(tmp_path: Path):
     out = tmp_path / "shadow.json"
-    small = ["--stacks", "own_lists", "--turns", "1", "--documents", "64", "--context-window", "512"]
+    small = ["--stacks", "own_lists", "--turns", "1", "--documents", "32", "--context-window", "256"]
     done = finished("-m", "studies.benchmarks.shadow", *small, "--out", out)
     assert done.returncode == 0, done.stderr
     (row,) = json.loads(out.read_text())["rows"]

@@ -32,7 +32,7 @@ from wlb.training.rank_model import build_model
 CPU = torch.device("cpu")
 INTERLEAVED = {"cp": 2, "pp": 2, "virtual_pp": 2, "schedule": "interleaved_1f1b"}
 DEALT: list[dict[str, Any]] = [{"pp": 2, "tp": 2, "head": "dealt"}, INTERLEAVED | {"head": "dealt"}]
-LAYOUTS: list[dict[str, Any]] = [{"dp": 2, "pp": 2}, {"pp": 2, "tp": 2}, INTERLEAVED, *DEALT]
+LAYOUTS: list[dict[str, Any]] = [{"dp": 2, "pp": 2}, INTERLEAVED, *DEALT]
 
 
 def write_held_out(prefix: Path, tokens: int = VOCABULARY) -> TokenStore:

@@ -108,8 +108,11 @@ def test_the_simulator_prices_the_bytes_that_ranks_receive(monkeypatch):
 
 
 def test_no_rank_of_a_planned_pipeline_holds_more_than_the_job_may():
-    """In lists made for the step, with slices that keep keys and values, and late weight parts as memory allows."""
-    tight = "training.memory_gib=9", "packing.rank_micro_batches=32"
-    job, runs = runs_of(*OF_FOUR_LAYERS, "training.activation_checkpointing=none", *tight, ranks=OF_EACH_STAGE)
+    """In lists made for the step, with slices that keep keys and values, and late weight parts as memory allows.
+
+    The ends of the pipeline hold most.
+    """
+    tight = "training.memory_gib=8", "packing.rank_micro_batches=12"
+    job, runs = runs_of(*OF_FOUR_LAYERS, "training.activation_checkpointing=none", *tight, ranks=OF_EACH_STAGE[::3])
     assert job.slices_documents
     assert max(run.peak for run in runs.values()) <= predicted_memory(job).total

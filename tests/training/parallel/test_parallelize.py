@@ -41,7 +41,7 @@ from wlb.workload.shapes import Experts
 CONFIG = TransformerConfig(
     ModelShape(hidden=14, layers=5, heads=4, kv_heads=2, head_dim=4, ffn_hidden=22, vocab_size=12)
 )
-SHAPE = ModelShape(hidden=16, layers=3, heads=4, kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=31)
+SHAPE = ModelShape(hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, ffn_hidden=20, vocab_size=31)
 SEGMENTS = (5, 9, 1, 13)
 # Exchanges of keys and values, a layer; what is received is kept.
 EXCHANGES: dict[Checkpointing, int] = {"none": 1, "keep_attention": 1, "full": 2}
@@ -198,7 +198,6 @@ RECOMPUTED_LAYOUTS = [
     Layout(dp=2),
     Layout(cp=2),
     Layout(tp=2),
-    Layout(pp=2),
     Layout(pp=2, virtual_pp=2, schedule="interleaved_1f1b"),
 ]
 
