@@ -65,8 +65,8 @@ def _measure(plan: ShardPlan, backend: str, folder: Path) -> Memory:
     return Memory(tokens, attending, received, exchanged, held, forward_peak, backward_peak)
 
 
-def _measure_all(plans: list[dict[str, object]], backend: str, folder: Path) -> list[Memory]:
-    return [_measure(ShardPlan.from_json(plan), backend, folder) for plan in plans]
+def _measure_all(plans: list[ShardPlan], backend: str, folder: Path) -> list[Memory]:
+    return [_measure(plan, backend, folder) for plan in plans]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
@@ -75,7 +75,7 @@ def test_memory_is_bounded_by_what_the_plan_needs(backend: str, tmp_path: Path) 
     whole = ShardPlan("whole", (400, 400), (np.array([[0, 0, 400]]), np.array([[1, 0, 400]])))
     plans = [make_shard_plan(lengths, 2, strategy) for strategy in ("per_sequence", "per_document")] + [whole, APART]
     assert [plan.keeps_received for plan in plans] == [True, True, True, False]
-    for memories in run_ranks(2, _measure_all, [plan.to_json() for plan in plans], backend, tmp_path):
+    for memories in run_ranks(2, _measure_all, plans, backend, tmp_path):
         for plan, memory in zip(plans, memories, strict=True):
             own = memory.tokens * (QUERY_ROW + LOG_SUM_EXP_ROW)
             own_grads = memory.tokens * (QUERY_ROW + KEY_VALUE_ROW)
@@ -90,9 +90,8 @@ def test_memory_is_bounded_by_what_the_plan_needs(backend: str, tmp_path: Path) 
             assert memory.backward_peak <= 2 * own_grads + 4 * attending + 2 * exchanged, plan.strategy
 
 
-def _held_after_layers(plan: dict[str, object], folder: Path) -> tuple[int, int]:
+def _held_after_layers(shard_plan: ShardPlan, folder: Path) -> tuple[int, int]:
     """Bytes held after forward and backward of some layers while the graph is alive: of all of them, and of one."""
-    shard_plan = ShardPlan.from_json(plan)
     held = []
     for layers in (4, 1):
         tensors = random_inputs(int(shard_plan.tokens_per_rank[dist.get_rank()]), HEADS, KV_HEADS, HEAD_DIM, seed=0)
@@ -110,5 +109,5 @@ def _held_after_layers(plan: dict[str, object], folder: Path) -> tuple[int, int]
 
 
 def test_what_is_sent_again_is_not_held_once_it_was_used(tmp_path: Path) -> None:
-    for of_four, of_one in run_ranks(2, _held_after_layers, APART.to_json(), tmp_path):
+    for of_four, of_one in run_ranks(2, _held_after_layers, APART, tmp_path):
         assert of_four == of_one

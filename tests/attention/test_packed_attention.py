@@ -32,7 +32,7 @@ TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 @dataclass(frozen=True)
 class Case:
     name: str
-    plan: dict[str, Any]  # as JSON
+    plan: ShardPlan
     heads: tuple[int, int] = (4, 2)
     head_dim: int = 16
     value_dim: int | None = None
@@ -55,7 +55,7 @@ def _tails_apart(lengths: list[int], cp_size: int) -> ShardPlan:
     heads = [[segment, 0, length - 1] for segment, length in enumerate(lengths) if length > 1]
     tails = [[segment, length - 1, length] for segment, length in enumerate(lengths)]
     nothing = [np.zeros((0, 3), dtype=np.int64)] * (cp_size - 2)
-    return ShardPlan("tails apart", tuple(lengths), (np.array(heads).reshape(-1, 3), *nothing, np.array(tails)))
+    return ShardPlan("tails apart", tuple(lengths), (np.array(heads, np.int64).reshape(-1, 3), *nothing, np.array(tails)))
 
 
 def _cases(cp_size: int) -> list[Case]:
@@ -66,8 +66,8 @@ def _cases(cp_size: int) -> list[Case]:
             plans[f"random over {owners} ranks"] = random_plan(lengths, cp_size, owners, seed=owners)
         if cp_size > 1:
             plans["tails apart"] = _tails_apart(lengths, cp_size)
-        cases += [Case(f"{how}, {name}", plan.to_json()) for how, plan in plans.items()]
-    plan = make_shard_plan(MIXES["many"], cp_size, "per_document").to_json()
+        cases += [Case(f"{how}, {name}", plan) for how, plan in plans.items()]
+    plan = make_shard_plan(MIXES["many"], cp_size, "per_document")
     cases += [Case(f"{heads} heads", plan, heads=heads) for heads in ((4, 4), (4, 1), (6, 3))]
     cases += [Case(f"head_dim {head_dim}", plan, head_dim=head_dim) for head_dim in (64, 128)]
     cases += [Case(f"values {wide}, window {w}", plan, value_dim=wide, window=w) for wide in (8, 24) for w in (None, 9)]
@@ -81,11 +81,11 @@ def _windowed_cases(cp_size: int) -> list[Case]:
     plans = [make_shard_plan(lengths, cp_size, strategy) for strategy in STRATEGIES]
     plans += [random_plan(lengths, cp_size, owners, seed=owners) for owners in range(1, cp_size + 1)]
     cases = [
-        Case(f"window {window}, {plan.strategy}", plan.to_json(), backends=("cuda", other), window=window)
+        Case(f"window {window}, {plan.strategy}", plan, backends=("cuda", other), window=window)
         for plan in plans
         for window, other in ((1, "cpu"), (9, "cpu"), (40, "reference"), (1000, "cpu"))
     ]
-    narrow = Case("window 9, bfloat16", plans[0].to_json(), dtype=torch.bfloat16, window=9)
+    narrow = Case("window 9, bfloat16", plans[0], dtype=torch.bfloat16, window=9)
     return [*cases, narrow]
 
 
@@ -98,7 +98,7 @@ def _largest_errors(
     members: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """The largest error of this rank's output and gradients by back end, over the largest entry expected or 1."""
-    plan = ShardPlan.from_json(case.plan)
+    plan = case.plan
     # Rounded first, so that a narrow type is charged for its arithmetic and not for its inputs.
     inputs = [
         tensor.to(case.dtype) for tensor in random_inputs(plan.tokens, *case.heads, case.head_dim, seed, case.value_dim)
@@ -129,7 +129,7 @@ def _all_errors(cases: list[Case]) -> list[dict[str, float]]:
 @pytest.mark.parametrize("cp_size", [1, 3, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (2, 4))])
 def test_output_and_gradients_equal_those_of_one_process(cp_size: int) -> None:
     cases = _cases(cp_size)
-    plans = [ShardPlan.from_json(case.plan) for case in cases]
+    plans = [case.plan for case in cases]
     assert cp_size == 1 or {plan.keeps_received for plan in plans if plan.kv_traffic.any()} == {True, False}
     by_rank = run_ranks(cp_size, _all_errors, cases)
     failures = {
@@ -142,7 +142,7 @@ def test_output_and_gradients_equal_those_of_one_process(cp_size: int) -> None:
 
 def test_a_window_that_holds_every_document_is_full_attention() -> None:
     with mock.patch("wlb.attention.shard_layout._window_layout", side_effect=AssertionError):
-        case = Case("", make_shard_plan([5, 1, 9], 1, "per_document").to_json(), window=9)
+        case = Case("", make_shard_plan([5, 1, 9], 1, "per_document"), window=9)
         assert all(error < 1e-10 for error in _largest_errors(case, 0, None, rank=0).values())
 
 
@@ -180,7 +180,7 @@ def _errors_of_some(cases: list[tuple[tuple[int, ...], Case]]) -> list[dict[str,
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = [(members, case) for members, case in cases if rank in members]
     errors = [_largest_errors(case, 0, None, members.index(rank), members) for members, case in mine]
-    of_two = Case("two groups", make_shard_plan(MIXES["many"], 2, "per_document").to_json())
+    of_two = Case("two groups", make_shard_plan(MIXES["many"], 2, "per_document"))
     return [*errors, _largest_errors(of_two, 0, groups[rank % 2])]
 
 
@@ -190,8 +190,8 @@ def test_plans_for_some_ranks_of_a_group_work_beside_each_other() -> None:
     for members in [(0, 2), (1, 3), (0, 1, 3), (2,), (0, 1, 2, 3), (1, 2), (0, 3)]:
         for strategy, window in (("per_document", None), ("per_sequence", 9)):
             plan = make_shard_plan(MIXES["many"], len(members), strategy)
-            cases.append((members, Case(str(members), plan.to_json(), window=window)))
-    cases.append(((3, 0), Case("sent again", _tails_apart(MIXES["many"], 2).to_json())))
+            cases.append((members, Case(str(members), plan, window=window)))
+    cases.append(((3, 0), Case("sent again", _tails_apart(MIXES["many"], 2))))
     by_rank = run_ranks(4, _errors_of_some, cases)
     assert all(error < 1e-10 for errors in by_rank for of_case in errors for error in of_case.values())
 
@@ -223,13 +223,12 @@ def _events(plan: ShardPlan, layers: int, *, reexchanges: bool = True) -> tuple[
     return events, list(grads)
 
 
-def _events_of_two_layers(plan: dict[str, Any]) -> tuple[list[str], list[Tensor], list[Tensor]]:
-    shard_plan = ShardPlan.from_json(plan)
+def _events_of_two_layers(shard_plan: ShardPlan) -> tuple[list[str], list[Tensor], list[Tensor]]:
     return *_events(shard_plan, 2), _events(shard_plan, 2, reexchanges=False)[1]
 
 
 def test_a_layers_keys_are_sent_again_while_the_layer_above_is_computed() -> None:
     layer = ["received", "send", "received", "send"]
-    for backward, grads, grads_without in run_ranks(2, _events_of_two_layers, _tails_apart(MIXES["many"], 2).to_json()):
+    for backward, grads, grads_without in run_ranks(2, _events_of_two_layers, _tails_apart(MIXES["many"], 2)):
         assert backward == ["send", "send", *layer, "send", "send", "own", *layer, "own"]
         assert all(torch.equal(one, other) for one, other in zip(grads, grads_without, strict=True))

@@ -20,7 +20,7 @@ from wlb.sharding import (
 from wlb.sharding import (
     pieces as pieces_module,
 )
-from wlb.sharding.latency import Priced, Shards
+from wlb.sharding.latency import Priced
 from wlb.sharding.pieces import locality
 from wlb.workload import make_workload
 from wlb_studies.sharding import shard_latency
@@ -34,7 +34,7 @@ def check(micro_batches: list[list[int]], cp: int, strategy: str) -> None:
     )
     pieces = shard_many(together, cp, strategy, WORKLOAD)
     where = locality(pieces, len(together.sizes), len(micro_batches), cp)
-    seconds = Priced.of(Shards.of_pieces(pieces, where, WORKLOAD), WORKLOAD).whole.both
+    seconds = Priced.of(where.attending(pieces, WORKLOAD), WORKLOAD).whole.both
     for index, (sizes, first) in enumerate(zip(micro_batches, together.first, strict=True)):
         plan = make_shard_plan(sizes, cp, strategy, workload=WORKLOAD)
         for rank in range(cp):

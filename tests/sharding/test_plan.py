@@ -1,7 +1,5 @@
 """What every strategy's plan must be, checked token by token."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,7 +14,7 @@ from tests.sharding.micro_batches import (
     small_lengths,
 )
 from wlb.errors import UserError
-from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
+from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb_studies.sharding import shard_latency
 
 strategies = st.sampled_from(sorted(STRATEGIES))
@@ -60,11 +58,12 @@ def test_plans_are_permutations_in_packed_order(lengths, cp_size, strategy, work
 
 @settings(deadline=None)
 @given(long_lengths, cp_sizes, strategies, workloads)
-def test_the_same_arguments_give_the_same_plan_and_it_survives_json(lengths, cp_size, strategy, workload):
+def test_the_same_arguments_give_the_same_plan(lengths, cp_size, strategy, workload):
     plan = make_shard_plan(lengths, cp_size, strategy, workload=WORKLOADS[workload])
     again = make_shard_plan(np.array(lengths, dtype=np.int32), cp_size, strategy, workload=WORKLOADS[workload])
-    assert plan == again
-    assert ShardPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert (plan.segment_lengths, plan.earlier) == (again.segment_lengths, again.earlier)
+    for mine, its in zip(plan.pieces, again.pieces, strict=True):
+        np.testing.assert_array_equal(mine, its)
 
 
 @settings(deadline=None)
@@ -102,16 +101,7 @@ def test_a_slice_is_dealt_evenly_and_all_ranks_receive_it(lengths, cp_size, stra
             np.testing.assert_array_equal(table[table[:, 0] > 0] - [1, 0, 0], of_others)
     np.testing.assert_array_equal(plan.kv_traffic, traffic)
     assert plan.attended_pairs.sum() == pairs + earlier * lengths[0]
-    assert ShardPlan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert plan != make_shard_plan(lengths, cp_size, strategy, earlier=earlier + 1)
-
-
-def test_plans_that_differ_are_not_equal():
-    plan = make_shard_plan([9, 5], 2, "per_document")
-    assert plan != make_shard_plan([9, 5], 2, "per_sequence")
-    assert plan != make_shard_plan([5, 9], 2, "per_document")
-    assert plan != make_shard_plan([9, 5], 3, "per_document")
-    assert plan != plan.to_json()
+    assert plan.earlier == earlier
 
 
 def test_pieces_cannot_be_changed_by_whoever_shares_the_plan():

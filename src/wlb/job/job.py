@@ -26,7 +26,8 @@ from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import check_operations
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
 from wlb.sharding import check_group_size, price_shards
-from wlb.sharding.latency import Priced, Shards
+from wlb.sharding.latency import Priced
+from wlb.sharding.pieces import Shards
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Checkpointing, DocumentPrices, Seconds
 from wlb.workload.costs import QUERY_TILE

@@ -15,7 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.packing.plan import MicroBatch
 from wlb.sharding import LEVEL_SHARDING, price_shards
-from wlb.sharding.latency import Priced, Shards
+from wlb.sharding.latency import Priced
+from wlb.sharding.pieces import Shards
 from wlb.workload import Costs, Hardware, ModelShape
 from wlb.workload.base import Seconds
 

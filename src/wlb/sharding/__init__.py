@@ -6,10 +6,10 @@ and exchanges (``price_shards``), which ``Priced`` turns into seconds. Strategie
 step takes a few NumPy operations. Read in this order:
 
 1. ``plan.py``: ``ShardPlan``, the pieces of every rank; a permutation of the tokens, so attention stays exact.
-2. ``pieces.py``: the pieces of many plans in one table, and who attends whose keys (``locality``).
+2. ``pieces.py``: the pieces of many plans in one table, and ``Shards``: what ranks attend, hold and exchange.
 3. ``static.py``: head-tail sharding by micro-batch (plain-4D) or by document (the paper); ``adaptive.py``: the faster
    of the two; ``equal_shares.py``: ours, ``balanced``, which balances tokens and attention.
-4. ``latency.py``: ``Shards`` and ``Priced``, the only price of a micro-batch.
+4. ``latency.py``: ``Priced``, the only price of a micro-batch.
 5. This file: strategies by name, a micro-batch with a slice, and what is cached.
 
 What you may touch: a new strategy is one file and a line in ``STRATEGIES``. It takes ``MicroBatches`` and returns
@@ -28,8 +28,7 @@ from wlb.errors import UserError, choose_from
 from wlb.settings import MOST_RANKS
 from wlb.sharding.adaptive import adaptive
 from wlb.sharding.equal_shares import balanced
-from wlb.sharding.latency import Shards
-from wlb.sharding.pieces import MicroBatches, Pieces, locality, rank_tables
+from wlb.sharding.pieces import MicroBatches, Pieces, Shards, locality, rank_tables
 from wlb.sharding.plan import ShardPlan
 from wlb.sharding.static import per_document, per_sequence
 from wlb.workload import Costs, make_workload
@@ -161,7 +160,7 @@ def _priced(micro_batches: _Keys, cp_size: int, strategy: str, costs: Costs) -> 
         pieces = shard_many(MicroBatches(sizes, counts[filled]), cp_size, strategy, costs)
         place, rank = np.divmod(pieces.lane, cp_size)
         pieces = pieces._replace(lane=cp_size * filled[place] + rank)
-    shards = Shards.of_pieces(pieces, locality(pieces, len(sizes), len(whole), cp_size), costs)
+    shards = locality(pieces, len(sizes), len(whole), cp_size).attending(pieces, costs)
     sliced = np.flatnonzero(before >= 0)
     if len(sliced):
         slices = np.array([micro_batches[place][1][0] for place in sliced.tolist()])

@@ -6,7 +6,7 @@ per-sequence (head-tail) sharding does the opposite. The faster one is chosen fo
 
 import numpy as np
 
-from wlb.sharding.latency import Priced, Shards
+from wlb.sharding.latency import Priced
 from wlb.sharding.pieces import MicroBatches, Pieces, in_order, locality
 from wlb.sharding.static import per_document, per_sequence
 from wlb.workload import Costs
@@ -20,8 +20,8 @@ def adaptive(micro_batches: MicroBatches, cp_size: int, workload: Costs) -> Piec
     """
 
     def seconds(pieces: Pieces) -> Seconds:
-        where = locality(pieces, len(micro_batches.sizes), len(micro_batches.counts), cp_size)
-        return Priced.of(Shards.of_pieces(pieces, where, workload), workload).whole.both
+        shards = locality(pieces, len(micro_batches.sizes), len(micro_batches.counts), cp_size)
+        return Priced.of(shards.attending(pieces, workload), workload).whole.both
 
     plans = [make(micro_batches, cp_size) for make in (per_document, per_sequence)]
     fastest = np.argmin([seconds(pieces) for pieces in plans], axis=0)

@@ -1,6 +1,6 @@
 """The price of a micro-batch: the seconds of a context-parallel group, forward and backward.
 
-``Shards`` has what every rank computes and exchanges; ``Priced`` turns that into seconds. It is the only price of a
+``Priced`` turns ``Shards``, what every rank computes and exchanges, into seconds. It is the only price of a
 micro-batch: sharding chooses by it, plans are arranged and listed by it, and the simulator and the report add it up.
 Packers alone, who need prices that add up over documents, use W_a + W_l.
 
@@ -14,7 +14,6 @@ that did not keep what they received get it again, in parts, while they compute 
 Every layer takes an equal share of the seconds, so all layers together wait as a single one does.
 """
 
-import math
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from itertools import pairwise
@@ -23,15 +22,14 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.sharding.pieces import Locality, Pieces, last_keys
-from wlb.sharding.plan import MOST_PARTS, PART_CUTS, exchange_parts
+from wlb.sharding.pieces import Shards
+from wlb.sharding.plan import MOST_PARTS, PART_CUTS
 from wlb.workload import Costs
-from wlb.workload.base import Phase
+from wlb.workload.base import Phase, Seconds
 
 # ``PART_CUTS`` by row, padded with empty parts; row 0 is for a micro-batch without documents.
 _CUTS = np.array([[*cuts, *[1.0] * (1 + MOST_PARTS - len(cuts))] for cuts in [PART_CUTS[1], *PART_CUTS.values()]])
 GROUP_CAUSES = frozenset({"recomputation", "tp collectives", "expert exchange", "cp exchange"})  # beside computing
-Seconds = NDArray[np.float64]
 
 
 class Phases(NamedTuple):
@@ -45,83 +43,9 @@ class Phases(NamedTuple):
         """``price`` of ``tokens`` in both directions."""
         return cls(price(tokens, "forward"), price(tokens, "backward"))
 
-    @classmethod
-    def attending(cls, pieces: Pieces, shape: tuple[int, ...], costs: Costs) -> Self:
-        """Attention of every rank over its ``pieces``, of ``shape`` (plans, cp)."""
-        lanes = math.prod(shape)
-        longest = last_keys(pieces, lanes)
-
-        def seconds(phase: Phase) -> Seconds:
-            of_lanes = np.bincount(pieces.lane, costs.piece_seconds(pieces.start, pieces.stop, phase), lanes)
-            return (of_lanes.astype(np.float64) + costs.drain_seconds(longest, phase)).reshape(shape)
-
-        return cls(seconds("forward"), seconds("backward"))
-
     @property
     def both(self) -> Seconds:
         return self.forward + self.backward
-
-
-class Shards(NamedTuple):
-    """What each rank of each micro-batch computes and exchanges; arrays have shape (..., micro_batches, cp)."""
-
-    tokens: NDArray[np.int64]
-    attention_forward: Seconds
-    attention_backward: Seconds
-    own_share: NDArray[np.float64]  # share of the rank's attention that needs no keys of other ranks
-    received: NDArray[np.int64]  # tokens whose keys the rank receives
-    sent: NDArray[np.int64]  # tokens whose keys it sends, counted once per receiver
-    waits_for: NDArray[np.int64]  # most tokens moved by it, or by a rank that shares a segment with it
-    merged_tokens: NDArray[np.int64]  # tokens of the rank that attend received keys
-    kept: NDArray[np.bool_]  # whether ranks keep what they receive until the backward, shape (..., micro_batches)
-    parts: NDArray[np.int64]  # number of parts in which keys and values arrive, shape (..., micro_batches)
-    alone: NDArray[np.bool_]  # whether it has only one segment, shape (..., micro_batches)
-
-    @classmethod
-    def of_pieces(cls, pieces: Pieces, where: Locality, costs: Costs) -> Self:
-        """The shards of plans with these ``pieces``, whose locality is ``where``; shape (plans, cp)."""
-        forward, backward = Phases.attending(pieces, where.tokens.shape, costs)
-        return cls(attention_forward=forward, attention_backward=backward, **where._asdict())
-
-    def with_slices(self, pieces: Pieces, sizes: NDArray[np.int64], earlier: NDArray[np.int64], costs: Costs) -> Self:
-        """The same with one more slice in each micro-batch: ``pieces`` of ``sizes`` tokens, after ``earlier`` tokens.
-
-        All ranks receive the keys of the whole slice; they already have the keys of earlier slices.
-        """
-        shape, before_piece = self.tokens.shape, earlier[pieces.segment]
-        deeper = pieces._replace(start=pieces.start + before_piece, stop=pieces.stop + before_piece)
-        held = np.bincount(pieces.lane, pieces.stop - pieces.start, self.tokens.size).astype(np.int64).reshape(shape)
-        forward, backward = Phases.attending(deeper, shape, costs)
-        tokens, cp = self.tokens + held, shape[1]
-        total, before = sizes[:, None], earlier[:, None]
-        own = np.clip((before + held / 2) / (before + total / 2), 0, 1)  # held share of the attended keys
-        both = self.attention_forward + forward
-        share = np.divide(
-            self.own_share * self.attention_forward + own * forward, both, out=np.ones(shape), where=both > 0
-        )
-        received, sent = self.received + (total - held), self.sent + (cp - 1) * held
-        moved = np.maximum(received, sent)
-        return self._replace(
-            tokens=tokens,
-            attention_forward=both,
-            attention_backward=self.attention_backward + backward,
-            own_share=share,
-            received=received,
-            sent=sent,
-            waits_for=np.broadcast_to(moved.max(axis=1, keepdims=True), shape),
-            merged_tokens=self.merged_tokens + held,
-            kept=np.ones_like(self.kept),
-            parts=exchange_parts(moved.max(axis=1), tokens.sum(axis=1), cp),
-            alone=np.zeros_like(self.alone),
-        )
-
-    def map(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Self:
-        """The same with every column changed."""
-        return type(self)(*map(change, self))
-
-    def reshaped(self, *shape: int) -> Self:
-        """The same with the first axis, micro-batches, reshaped to ``shape``."""
-        return self.map(lambda column: column.reshape(*shape, *column.shape[1:]))
 
 
 def attending_seconds(own: Seconds, received: Seconds, exchange: Seconds, parts: NDArray[np.int64]) -> Seconds:

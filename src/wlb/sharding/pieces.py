@@ -1,15 +1,19 @@
-"""The pieces of many shard plans in one table, and which ranks attend whose keys.
+"""The pieces of many shard plans in one table, and what each rank then attends and exchanges (``Shards``).
 
 With all plans in one table, a question about thousands of plans takes only a few NumPy operations.
 """
 
+import math
+from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.sharding.plan import Table, exchange_parts, keeps_received
+from wlb.workload import Costs
+from wlb.workload.base import Phase, Seconds
 from wlb.workload.flops import attended_pairs
 
 Integers = NDArray[np.int64]
@@ -44,25 +48,79 @@ class Pieces(NamedTuple):
     stop: Integers
 
 
-def last_keys(pieces: Pieces, lanes: int) -> Integers:
-    """The last key that any piece of each lane attends, shape (lanes,); 0 without pieces."""
+class Shards(NamedTuple):
+    """What each rank of each micro-batch holds, exchanges and attends; arrays have shape (..., micro_batches, cp).
+
+    ``locality`` makes them from pieces, without seconds of attention.
+    """
+
+    tokens: Integers
+    own_share: Seconds  # share of the rank's attention whose keys it holds; 1 without attention
+    received: Integers  # tokens whose keys the rank receives
+    sent: Integers  # tokens whose keys it sends, counted once per receiver
+    waits_for: Integers  # most tokens moved by it or by a rank that shares a segment with it; 0 if it moves none
+    merged_tokens: Integers  # tokens of the rank that attend received keys
+    kept: NDArray[np.bool_]  # whether ranks keep what they receive until the backward, shape (..., micro_batches)
+    parts: Integers  # number of parts in which keys and values arrive, shape (..., micro_batches)
+    alone: NDArray[np.bool_]  # whether it has only one segment, shape (..., micro_batches)
+    attention_forward: Seconds
+    attention_backward: Seconds
+
+    def attending(self, pieces: Pieces, costs: Costs) -> Self:
+        """The same with the seconds of attention over ``pieces``; shape (micro_batches, cp)."""
+        forward, backward = _attention_seconds(pieces, self.tokens.shape, costs)
+        return self._replace(attention_forward=forward, attention_backward=backward)
+
+    def with_slices(self, pieces: Pieces, sizes: Integers, earlier: Integers, costs: Costs) -> Self:
+        """The same with one more slice in each micro-batch: ``pieces`` of ``sizes`` tokens, after ``earlier`` tokens.
+
+        All ranks receive the keys of the whole slice; they already have the keys of earlier slices.
+        """
+        shape, before_piece = self.tokens.shape, earlier[pieces.segment]
+        deeper = pieces._replace(start=pieces.start + before_piece, stop=pieces.stop + before_piece)
+        held = np.bincount(pieces.lane, pieces.stop - pieces.start, self.tokens.size).astype(np.int64).reshape(shape)
+        forward, backward = _attention_seconds(deeper, shape, costs)
+        tokens, cp = self.tokens + held, shape[1]
+        total, before = sizes[:, None], earlier[:, None]
+        own = np.clip((before + held / 2) / (before + total / 2), 0, 1)  # held share of the attended keys
+        both = self.attention_forward + forward
+        share = np.divide(
+            self.own_share * self.attention_forward + own * forward, both, out=np.ones(shape), where=both > 0
+        )
+        received, sent = self.received + (total - held), self.sent + (cp - 1) * held
+        moved = np.maximum(received, sent)
+        return self._replace(
+            tokens=tokens,
+            attention_forward=both,
+            attention_backward=self.attention_backward + backward,
+            own_share=share,
+            received=received,
+            sent=sent,
+            waits_for=np.broadcast_to(moved.max(axis=1, keepdims=True), shape),
+            merged_tokens=self.merged_tokens + held,
+            kept=np.ones_like(self.kept),
+            parts=exchange_parts(moved.max(axis=1), tokens.sum(axis=1), cp),
+            alone=np.zeros_like(self.alone),
+        )
+
+    def map(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Self:
+        """The same with every column changed."""
+        return type(self)(*map(change, self))
+
+    def reshaped(self, *shape: int) -> Self:
+        """The same with the first axis, micro-batches, reshaped to ``shape``."""
+        return self.map(lambda column: column.reshape(*shape, *column.shape[1:]))
+
+
+def _attention_seconds(pieces: Pieces, shape: tuple[int, ...], costs: Costs) -> list[Seconds]:
+    """Forward and backward of the attention of every rank over its ``pieces``, each of ``shape`` (plans, cp)."""
+    lanes = math.prod(shape)
     longest = np.zeros(lanes, np.int64)
-    np.maximum.at(longest, pieces.lane, pieces.stop)
-    return longest
-
-
-class Locality(NamedTuple):
-    """What ranks attend among their own tokens, and what they exchange; arrays of lanes are (plans, cp_size)."""
-
-    tokens: Integers  # of every lane
-    own_share: NDArray[np.float64]  # share of the query-key pairs of a lane whose keys it holds; 1 without pairs
-    received: Integers  # tokens whose keys a lane receives
-    sent: Integers  # tokens whose keys a lane sends, counted once per receiver
-    waits_for: Integers  # most tokens moved by the lane or a rank that shares a segment with it; 0 if none does
-    merged_tokens: Integers  # tokens of a lane that attend received keys
-    kept: NDArray[np.bool_]  # whether the ranks of a plan keep what they receive until the backward
-    parts: Integers  # number of parts in which keys and values of a plan arrive
-    alone: NDArray[np.bool_]  # whether a plan has only one segment
+    np.maximum.at(longest, pieces.lane, pieces.stop)  # the last key that any piece of a lane attends
+    phases: tuple[Phase, Phase] = "forward", "backward"
+    pairs = [np.bincount(pieces.lane, costs.piece_seconds(pieces.start, pieces.stop, phase), lanes) for phase in phases]
+    drains = [costs.drain_seconds(longest, phase) for phase in phases]
+    return [(pair.astype(np.float64) + drain).reshape(shape) for pair, drain in zip(pairs, drains, strict=True)]
 
 
 def merged(lane: Integers, segment: Integers, start: Integers, stop: Integers) -> Pieces:
@@ -90,7 +148,7 @@ def rank_tables(pieces: Pieces, cp_size: int) -> tuple[Table, ...]:
     return tuple([table[start:stop] for start, stop in pairwise(bounds)])
 
 
-def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Locality:
+def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Shards:
     """Who attends whose keys, in ``plans`` plans with ``segments`` segments together.
 
     A rank attends every key of a segment up to the end of its last piece, and receives the keys that it does not hold.
@@ -148,7 +206,8 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
     begins = np.diff(segment, prepend=-1) > 0  # whether the piece is the first of its segment
     most_received = received_tokens.max(axis=1)
     busiest = np.maximum(most_received, sent_tokens.max(axis=1))
-    return Locality(
+    none = np.zeros((plans, cp_size))
+    return Shards(
         tokens=tokens,
         own_share=np.divide(own_pairs, pairs, out=np.ones(pairs.shape), where=pairs > 0),
         received=received_tokens,
@@ -158,6 +217,8 @@ def locality(pieces: Pieces, segments: int, plans: int, cp_size: int) -> Localit
         kept=keeps_received(most_received, tokens.sum(axis=1), cp_size),
         parts=exchange_parts(busiest, tokens.sum(axis=1), cp_size),
         alone=np.bincount(lane[begins] // cp_size, minlength=plans) == 1,
+        attention_forward=none,
+        attention_backward=none,
     )
 
 

@@ -11,7 +11,6 @@ attend the ``earlier`` tokens before it. Later slices attend its keys on every r
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -112,30 +111,6 @@ class ShardPlan:
         segment, start, stop = self.pieces[rank].T
         before = np.cumsum(self.segment_lengths) - self.segment_lengths
         return ranges(before[segment] + start, stop - start)
-
-    def to_json(self) -> dict[str, Any]:
-        more = {} if self.earlier is None else {"earlier": self.earlier}
-        return more | {
-            "strategy": self.strategy,
-            "segment_lengths": list(self.segment_lengths),
-            "pieces": [table.tolist() for table in self.pieces],
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
-        return cls(
-            data["strategy"],
-            tuple(data["segment_lengths"]),
-            tuple(np.array(table, dtype=np.int64).reshape(-1, 3) for table in data["pieces"]),
-            data.get("earlier"),
-        )
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ShardPlan):
-            return NotImplemented
-        return self.to_json() == other.to_json()
-
-    __hash__ = None  # type: ignore[assignment]  # plans hold arrays; cache them by what they were made from
 
 
 def keeps_received(received: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDArray[np.bool_]:

@@ -35,7 +35,7 @@ from wlb.packing.plan import StepPlan
 from wlb.schedules.layout import dealt_blocks, divisors
 from wlb.settings import MOST_MICRO_BATCHES
 from wlb.sharding import price_shards
-from wlb.sharding.latency import Shards
+from wlb.sharding.pieces import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.filling import global_batches
 from wlb.simulate.rate import rate

@@ -18,7 +18,8 @@ from wlb.job.prices import level_shards
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import BACKWARD, FORWARD, Operation
 from wlb.schedules.timing import PipelineTimes
-from wlb.sharding.latency import Phases, Shards
+from wlb.sharding.latency import Phases
+from wlb.sharding.pieces import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import waiting_for_weights
 from wlb.simulate.step import CAUSES, Array, Steps, StepSeconds, slowest_over_mean

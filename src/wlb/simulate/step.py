@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import HEAD, RankOperations
 from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
-from wlb.sharding.latency import Phases, Priced, Shards, computing_seconds, over_stages
+from wlb.sharding.latency import Phases, Priced, computing_seconds, over_stages
+from wlb.sharding.pieces import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
 

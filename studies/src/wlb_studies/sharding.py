@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from wlb.errors import UserError
 from wlb.report.html.diagrams import areas_by_document
 from wlb.sharding import ShardPlan, make_shard_plan
-from wlb.sharding.latency import Priced, Shards
+from wlb.sharding.latency import Priced
 from wlb.sharding.pieces import Pieces, in_order, locality
 from wlb.sharding.plan import owners
 from wlb.workload import Costs
@@ -114,7 +114,7 @@ class ShardLatency:
 def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
     """Price ``plan``, which has no slice, with the ``costs`` of one GPU."""
     pieces = in_order(Pieces(owners(plan.pieces), *np.concatenate(plan.pieces).T))
-    shards = Shards.of_pieces(pieces, locality(pieces, len(plan.segment_lengths), 1, plan.cp_size), costs)
+    shards = locality(pieces, len(plan.segment_lengths), 1, plan.cp_size).attending(pieces, costs)
     tokens, exchange = shards.tokens[0], costs.exchange_seconds(shards.waits_for[0].max(), plan.cp_size)
     return ShardLatency(
         attention=shards.attention_forward[0] + shards.attention_backward[0],

@@ -22,7 +22,7 @@ from wlb.job.prices import nodes_of
 from wlb.schedules.operations import FORWARD, RankOperations
 from wlb.schedules.timing import in_dependency_order
 from wlb.sharding import price_shards
-from wlb.sharding.latency import Shards
+from wlb.sharding.pieces import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.step import Steps
@@ -291,13 +291,13 @@ def _alone(costs: JobCosts, tokens: Array, forward: Array, backward: Array) -> S
     none = np.zeros((len(tokens), 1), np.int64)
     shards = Shards(
         np.ceil(tokens).astype(np.int64)[:, None],
-        forward[:, None],
-        backward[:, None],
         np.ones((len(tokens), 1)),
         *(none, none, none, none),
         np.ones(len(tokens), np.bool_),
         np.ones(len(tokens), np.int64),
         np.zeros(len(tokens), np.bool_),
+        forward[:, None],
+        backward[:, None],
     )
     return Steps.of_shards(shards.reshaped(1, 1, len(tokens)), costs)
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from wlb.job.job import Job
 from wlb.sharding import MicroBatches, shard_many
-from wlb.sharding.pieces import last_keys
 from wlb.simulate.job import simulated_job
 from wlb.workload import Costs, ModelShape, attention_flops, hardware_preset, make_workload
 from wlb.workload.base import Phase
@@ -177,7 +176,7 @@ def _shared(lengths: Sequence[int], gpus: int, direction: Phase) -> _Shared:
     sizes = np.asarray(lengths, np.int64)
     pieces = shard_many(MicroBatches(sizes, np.array([len(sizes)])), gpus, "per_document", _workload())
     attention = np.bincount(pieces.lane, _workload().piece_seconds(pieces.start, pieces.stop, direction), gpus)
-    drain = _drain(int(last_keys(pieces, gpus).max()), direction)
+    drain = _drain(int(pieces.stop.max()), direction)
     chunks = 2 * gpus
     return _Shared(float(attention.max()) + drain, int((-(-sizes // chunks) * 2).sum()), drain)
 
