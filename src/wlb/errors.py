@@ -17,6 +17,13 @@ def choose_from(name: object, known: Iterable[str]) -> str:
     return (f"did you mean {close[0]}? " if close else "") + f"choose from {', '.join(names)}"
 
 
+def check_known(what: str, name: str, known: Iterable[str]) -> str:
+    """Return ``name`` if it is one of the ``known`` names of ``what``. Raises ``UserError`` otherwise."""
+    if name not in (names := list(known)):
+        raise UserError(f"{what} {name!r} is unknown; {choose_from(name, names)}")
+    return name
+
+
 def require(module: str, extra: str, package: str = "wlb-llm") -> ModuleType:
     """Import an optional dependency, or raise ``UserError`` with the extra of ``package`` that installs it."""
     try:

@@ -55,7 +55,9 @@ def _tails_apart(lengths: list[int], cp_size: int) -> ShardPlan:
     heads = [[segment, 0, length - 1] for segment, length in enumerate(lengths) if length > 1]
     tails = [[segment, length - 1, length] for segment, length in enumerate(lengths)]
     nothing = [np.zeros((0, 3), dtype=np.int64)] * (cp_size - 2)
-    return ShardPlan("tails apart", tuple(lengths), (np.array(heads, np.int64).reshape(-1, 3), *nothing, np.array(tails)))
+    return ShardPlan(
+        "tails apart", tuple(lengths), (np.array(heads, np.int64).reshape(-1, 3), *nothing, np.array(tails))
+    )
 
 
 def _cases(cp_size: int) -> list[Case]:

@@ -4,16 +4,16 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 
 from wlb.cli.groups import refuse_unused, was_given
-from wlb.errors import UserError, choose_from
+from wlb.errors import UserError, check_known
 from wlb.schedules.operations import SCHEDULES
 from wlb.token_count import parse_tokens
 
@@ -193,8 +193,7 @@ class JobOptions:
         from wlb.workload.base import Checkpointing
         from wlb.workload.profile import read_profile
 
-        sizes = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
-        weights = _chosen("weights", "--sharding", self.sharding, ("kept", "gathered"))
+        sizes: dict[str, Any] = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
         pinned = self.gpus is None and sizes.keys() >= PINNED
         stated: dict[str, object] = {"model": self.model, "hardware": self.hardware}
         measured = None
@@ -204,7 +203,11 @@ class JobOptions:
             measured = read_profile(self.profile)
             sizes |= {"tp": measured.tp}
             del stated["model"]
-        self._check_sizes(sizes | weights, measured)
+        if self.sharding is not None:
+            sizes["weights"] = check_known("--sharding", self.sharding, ("kept", "gathered"))
+        if (checkpointing := cast(Checkpointing | None, self.recompute)) is not None:
+            check_known("--recompute", checkpointing, get_args(Checkpointing))
+        self._check_sizes(sizes, measured)
         gpus = together = math.prod(sizes.get(name, 1) for name in PINNED)
         if not pinned:
             stated["gpus"] = gpus = self.gpus or together * max(1, DEFAULT_GPUS // together)
@@ -215,8 +218,8 @@ class JobOptions:
             lengths,
             hardware=self.hardware,
             batch_tokens=self.batch_tokens,
-            fixed=sizes | weights,
-            checkpointing=_chosen("", "--recompute", self.recompute, get_args(Checkpointing)).get(""),
+            fixed=sizes,
+            checkpointing=checkpointing,
             micro_batch_tokens=self.micro_batch_tokens,
             profile=measured,
             source=source,
@@ -241,13 +244,6 @@ class JobOptions:
             split_layers(shape, layout)
         # Checks that they divide heads and experts.
         replace(make_workload(shape, tp=layout.tp, profile=measured), ep=ep)
-
-
-def _chosen(name: str, option: str, value: str | None, choices: Sequence[str]) -> dict[str, Any]:
-    """``name`` and ``value``, if given. Raises ``UserError`` for a value that is none of ``choices``."""
-    if value is not None and value not in choices:
-        raise UserError(f"{option} {value!r} is unknown; {choose_from(value, choices)}")
-    return {} if value is None else {name: value}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.errors import UserError, choose_from
+from wlb.errors import UserError, check_known
 
 POLICIES = ("split", "truncate", "drop", "error")
 _MOST_PIECES = 20_000_000  # per call; more would take gigabytes, and the window is surely a mistake
@@ -52,8 +52,7 @@ def split_overlong(
     the last one shorter; ``truncate`` keeps the first ``limit`` tokens; ``drop`` removes the segment; ``error`` raises
     ``UserError`` for the first one. Splitting into more than 20 million pieces raises ``UserError`` too.
     """
-    if policy not in POLICIES:
-        raise UserError(f"overlong policy {policy!r} is unknown; {choose_from(policy, POLICIES)}")
+    check_known("overlong policy", policy, POLICIES)
     if limit < 1:
         raise UserError(f"the limit on document length is {limit} tokens; it must be at least 1")
     lengths = segments[:, 2]

@@ -6,6 +6,7 @@ The schema has keys, types, defaults, bounds, and rules across settings; ``Job``
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -13,7 +14,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from wlb.documents.order import DataConfig
 from wlb.documents.store.files import StoreSetting
-from wlb.errors import UserError
+from wlb.errors import UserError, check_known
 from wlb.packing.arrange import Assignment, Order
 from wlb.packing.options import METHODS, PackingOptions
 from wlb.packing.packer import Packer
@@ -32,7 +33,7 @@ from wlb.settings import (
     Tokens,
     one_of,
 )
-from wlb.sharding import STRATEGIES, checked_strategy
+from wlb.sharding import STRATEGIES
 from wlb.workload.base import Checkpointing, DocumentPrices
 
 _LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
@@ -260,7 +261,7 @@ class PackingConfig(PackingOptions):
 class ShardingConfig(Section):
     """How context-parallel ranks share a micro-batch (if parallel.cp is over 1)."""
 
-    strategy: Annotated[str, AfterValidator(checked_strategy)] = Field(
+    strategy: Annotated[str, AfterValidator(partial(check_known, "sharding strategy", known=STRATEGIES))] = Field(
         "balanced",
         description="How to divide a micro-batch among context-parallel ranks",
         json_schema_extra={"enum": [*STRATEGIES]},

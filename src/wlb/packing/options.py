@@ -4,12 +4,13 @@ They are keyword arguments of ``make_packer`` and keys of [packing], and mean th
 """
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from wlb.errors import UserError, choose_from
+from wlb.errors import UserError, check_known
 from wlb.settings import MOST_MICRO_BATCHES, MicroBatchCount, Number, PositiveInt, Section, Tokens
 
 LARGEST_AUTO_FACTOR = 4.0  # bound of L_max if memory sets none, as for a small model on a large device
@@ -27,13 +28,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "variable_length": {"max_delay": 16, "max_length_factor": 1.5, "outlier_thresholds": None},
     "balanced": {"max_length_factor": "auto", "rank_micro_batches": "auto", "grouping": "auto"},
 }
-
-
-def checked_method(name: str) -> str:
-    """Return ``name`` if it is a method. Raises ``UserError`` otherwise."""
-    if name not in METHODS:
-        raise UserError(f"packing method {name!r} is unknown; {choose_from(name, METHODS)}")
-    return name
 
 
 def _check_rising(thresholds: tuple[int, ...]) -> tuple[int, ...]:
@@ -55,7 +49,7 @@ def _option(name: str, unread: Any, description: str, **bounds: Any) -> Any:
 class PackingOptions(Section):
     """A packing method and its options; options that the method does not read are refused."""
 
-    method: Annotated[str, AfterValidator(checked_method)] = Field(
+    method: Annotated[str, AfterValidator(partial(check_known, "packing method", known=METHODS))] = Field(
         "balanced", description="Packer", json_schema_extra={"enum": [*METHODS]}
     )
     max_delay: PositiveInt = _option(

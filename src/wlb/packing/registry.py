@@ -4,10 +4,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from wlb.errors import UserError, choose_from
+from wlb.errors import UserError, check_known, choose_from
 from wlb.packing.balanced import BalancedPacker
 from wlb.packing.carrying import FixedGreedyPacker
-from wlb.packing.options import METHODS, PackingOptions, checked_method
+from wlb.packing.options import METHODS, PackingOptions
 from wlb.packing.packer import Packer
 from wlb.packing.sequential import SequentialPacker
 from wlb.packing.variable_length import VariableLengthPacker
@@ -26,7 +26,7 @@ def make_packer(
     ``options`` are the [packing] options that it reads, with their defaults and bounds (docs/configuration.md); None is
     the default. Raises ``UserError`` for an unknown name or option, and for a value out of bounds.
     """
-    checked_method(name)
+    check_known("packing method", name, METHODS)
     if "method" in options:
         raise UserError(f"method = {options['method']!r} is given beside the name {name!r}; leave it out")
     given = {option: value for option, value in options.items() if value is not None}

@@ -24,7 +24,7 @@ from itertools import chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.errors import UserError, choose_from
+from wlb.errors import UserError, check_known
 from wlb.settings import MOST_RANKS
 from wlb.sharding.adaptive import adaptive
 from wlb.sharding.equal_shares import balanced
@@ -80,7 +80,7 @@ def make_shard_plan(
         raise UserError(f"earlier = {earlier} tokens cannot be before a slice; it must be at least 0")
     pieces = [
         shard_many(MicroBatches(part, np.array([len(part)])), cp_size, how, workload or make_workload())
-        for part, how in ((lengths[:first], LEVEL_SHARDING), (lengths[first:], checked_strategy(strategy)))
+        for part, how in ((lengths[:first], LEVEL_SHARDING), (lengths[first:], strategy))
         if len(part)
     ]
     together = Pieces(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
@@ -90,7 +90,7 @@ def make_shard_plan(
 
 def shard_many(micro_batches: MicroBatches, cp_size: int, strategy: str, workload: Costs) -> Pieces:
     """The pieces that ``make_shard_plan`` makes of each micro-batch; arguments and errors as there."""
-    shard = STRATEGIES[checked_strategy(strategy)]
+    shard = STRATEGIES[check_known("sharding strategy", strategy, STRATEGIES)]
     workload = workload if workload.cp == 1 else replace(workload, cp=1)
     if cp_size < 1:
         raise UserError(f"cp_size = {cp_size} is not a group size; it must be at least 1")
@@ -169,13 +169,6 @@ def _priced(micro_batches: _Keys, cp_size: int, strategy: str, costs: Costs) -> 
         for everything, column in zip(shards, together, strict=True):
             everything[sliced] = column
     return shards
-
-
-def checked_strategy(name: str) -> str:
-    """Return ``name`` if it is a sharding strategy. Raises ``UserError`` otherwise."""
-    if name not in STRATEGIES:
-        raise UserError(f"sharding strategy {name!r} is unknown; {choose_from(name, STRATEGIES)}")
-    return name
 
 
 def check_group_size(cp: int) -> None:

@@ -9,7 +9,7 @@ pipeline ranks.
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
-from wlb.errors import UserError, choose_from
+from wlb.errors import check_known
 from wlb.job.config import PRESETS, DataConfig, PackingConfig, ShardingConfig, with_preset
 from wlb.job.job import Job
 from wlb.schedules.layout import Layout
@@ -64,8 +64,7 @@ def preset_sections(
 
     Raises ``UserError`` for an unknown preset and for settings that no job could have.
     """
-    if preset not in PRESETS:
-        raise UserError(f"preset {preset!r} is unknown; {choose_from(preset, PRESETS)}")
+    check_known("preset", preset, PRESETS)
     sections = PRESETS[preset]
     return (
         PackingConfig.of(with_preset(sections, "packing", packing), "packing"),
