@@ -28,7 +28,7 @@ def evidence() -> Evidence:
 
 @pytest.fixture(scope="session")
 def hostile_page(evidence: Evidence) -> str:
-    return predicted_report(evidence, source=HOSTILE)
+    return predicted_report(evidence, read=HOSTILE)
 
 
 def write_run(directory: Path, *, seconds: float = 2.0) -> Path:

@@ -27,20 +27,20 @@ def test_the_first_step_is_left_out_and_the_rest_measured(tmp_path: Path):
 
 def test_names_stay_text(tmp_path: Path):
     name = HOSTILE.replace("/", "⁄")
-    reader = read(measured_report(read_run(write_run(tmp_path / name))))
+    reader = read(measured_report(read_run(write_run(tmp_path / name)))[0])
     assert name in reader.text
     assert not {element for element, _ in reader.elements} & {"script", "img"}
 
 
 def test_the_slowest_rank_is_shown(tmp_path: Path):
-    text = read(measured_report(read_run(write_run(tmp_path / "run")))).text
+    text = read(measured_report(read_run(write_run(tmp_path / "run")))[0]).text
     assert "The slowest rank computes 1.44 times as long as the mean rank; the plans predict 1.21." in text
     assert "1.2101.440" in text
 
 
 def test_two_runs_are_compared(tmp_path: Path):
     before, after = two_runs(tmp_path)
-    page = measured_report(after, before)
+    page = measured_report(after, before)[0]
     charts = [attributes["id"] for name, attributes in read(page).elements if name == "svg"]
     assert charts == ["gain-chart", "steps-chart"]
     assert "1.50x" in page
@@ -52,7 +52,7 @@ def test_the_gain_is_in_tokens_over_all_steps_and_at_equal_work(tmp_path: Path):
     equal, faster = gain_at_equal_work(cut, after), gain_in_tokens(cut, after)
     assert equal.factor == pytest.approx(after.utilisation / cut.utilisation)
     assert faster.factor == pytest.approx(after.tokens_per_second / cut.tokens_per_second)
-    text = read(measured_report(after, cut)).text
+    text = read(measured_report(after, cut)[0]).text
     assert f"{faster.factor:.2f}xtokens/s over plain" in text
     assert f"it is {equal}" in text
 
@@ -61,7 +61,7 @@ def test_two_runs_of_one_name_are_told_apart(tmp_path: Path):
     before, after = (
         read_run(write_run(tmp_path / name / "metrics", seconds=s)) for name, s in (("a", 3.0), ("b", 2.0))
     )
-    text = read(measured_report(after, before)).text
+    text = read(measured_report(after, before)[0]).text
     assert "metrics trains 1.50x the tokens per second of metrics (before)" in text
     assert "metrics (before)19" in text
 

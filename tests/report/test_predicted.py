@@ -40,7 +40,7 @@ def test_names_from_outside_stay_text(evidence: Evidence, hostile_page: str):
 
 
 def test_it_has_the_figures_of_the_simulation(evidence: Evidence):
-    page, verdict = read(predicted_report(evidence, source="lengths.json")).text, evidence.verdict
+    page, verdict = read(predicted_report(evidence, read="lengths.json")).text, evidence.verdict
     assert page.index(verdict.headline) < min(map(page.index, verdict.reasons))
     assert all(line in page for line in about(evidence.found))
     assert f"{verdict.speed(BALANCED):.2f}x" in page
@@ -68,7 +68,7 @@ def test_the_headline_is_in_tokens_per_second_and_what_cutting_drops_comes_on_to
     )
     verdict = Verdict({BASELINE: [slow] * 3, BALANCED: [best] * 3})
     shown = replace(evidence, found=replace(evidence.found, verdict=verdict))
-    text = read(predicted_report(shown, source="lengths.json")).text
+    text = read(predicted_report(shown, read="lengths.json")).text
     assert "2.00xtokens/s of balanced over plain-4d" in text
     assert "balanced also computes the 25% of attention that cutting documents drops: 4.00x at equal work." in text
 
@@ -77,7 +77,7 @@ def test_where_little_is_gained_there_is_no_job_to_copy(evidence: Evidence):
     best = evidence.systems[BALANCED]
     verdict = Verdict(dict.fromkeys((BASELINE, BALANCED), [best] * 3))
     kept = replace(evidence, found=replace(evidence.found, verdict=verdict, config=""))
-    page = predicted_report(kept, source="lengths.json")
+    page = predicted_report(kept, read="lengths.json")
     assert "Keep what you have: no preset gains 5% in every shuffle." in page
     assert "Keep what you have: no preset gains enough here" in page
     assert "preset = " not in page
@@ -90,14 +90,14 @@ def test_a_job_that_balanced_cannot_run_is_reported_too():
     lengths = sample_lengths(400, 4096, 0)
     space = search_space("tiny", 2, 4096, lengths, hardware="cpu", batch_tokens=4 * 4096)
     found = estimate(space, lengths, (BASELINE, PER_DOCUMENT), 1, source="lengths.json")
-    page = predicted_report(Evidence(lengths, found), source="lengths.json")
+    page = predicted_report(Evidence(lengths, found), read="lengths.json")
     assert "over plain-4d" in page
 
 
 def test_what_does_not_fit_is_said(evidence: Evidence):
     doubtful = replace(evidence)
     doubtful.__dict__["fits"] = False
-    assert ["finds no room" in predicted_report(one, source="x") for one in (evidence, doubtful)] == [False, True]
+    assert ["finds no room" in predicted_report(one, read="x") for one in (evidence, doubtful)] == [False, True]
 
 
 def test_tiles_say_what_the_verdict_says(evidence: Evidence, hostile_page: str):

@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 
 from tests.simulate.jobs import documents, job
-from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
 from wlb.report.timeline import timeline
 from wlb.report.trace import MOST_TRACKS, write_trace
@@ -93,8 +92,3 @@ def test_systems_have_processes_of_their_own(tmp_path):
     spans = [[event for event in one["traceEvents"] if event["ph"] == "X"] for one in (alone, trace)]
     assert spans[1] == spans[0] + [event | {"pid": event["pid"] + 2} for event in spans[0]]
     assert trace["otherData"]["balanced"]["seconds"] == alone["otherData"]["system"]["seconds"] == line.seconds
-
-
-def test_a_file_that_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(UserError, match="cannot be written"):
-        write_trace(tmp_path / "missing" / "c.json", {})

@@ -4,7 +4,7 @@ import webbrowser
 from itertools import chain, count
 from os.path import isdir
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -44,8 +44,8 @@ def report(
     Example: wlb report runs/tiny --out measured.html
     """
     from wlb.documents.store.files import names_store
-    from wlb.report.html.page import write_page
-    from wlb.report.run_directory import STEPS
+    from wlb.report.measured import measured_report
+    from wlb.report.run_directory import STEPS, read_run
 
     options.check_writable(out)
     said = ""
@@ -54,7 +54,7 @@ def report(
     if before is not None or is_run:
         why = "has no effect on the report of a training run, which is measured"
         refuse_unused(context, names_of(options.JobOptions), why)
-        text, summary = _measured(Path(source), before)
+        text, summary = measured_report(read_run(Path(source)), before and read_run(before))
     else:
         config = out.with_suffix(".job.toml")
         options.check_writable(config)
@@ -65,14 +65,15 @@ def report(
             summary["config_file"] = str(config)
         elif config.exists():
             note(f"{config} is of an earlier report; this one recommends no job")
-    write_page(out, text)
+    content = text.encode(errors="xmlcharrefreplace")  # names of files may have any bytes
+    out.write_bytes(content)
     if show:
         webbrowser.open(out.absolute().as_uri())
     if json:
         emit_json({"out": str(out), **summary})
     else:
         stdout.print(said + summary["verdict"])
-        stdout.print(f"{out}  ({len(text.encode('utf-8', errors='replace')) / 1e6:.2f} MB)")
+        stdout.print(f"{out}  ({len(content) / 1e6:.2f} MB)")
         if "config_file" in summary:
             job = summary["config_file"]
             if names_store(source):
@@ -92,20 +93,6 @@ def _write_job(path: Path, job: str) -> None:
     path.write_bytes(content)
 
 
-def _measured(path: Path, before: Path | None) -> tuple[str, dict[str, Any]]:
-    from wlb.report.measured import conclusion, gain_at_equal_work, gain_in_tokens, measured_report
-    from wlb.report.run_directory import read_run
-
-    run, earlier = read_run(path), None if before is None else read_run(before)
-    summary: dict[str, Any] = {"kind": "measured", "steps": run.steps, "tokens_per_second": run.tokens_per_second}
-    if earlier is not None:
-        gained = gain_in_tokens(earlier, run)
-        summary |= {"speedup": gained.factor, "spread": (gained.low, gained.high)}
-        summary["speed_at_equal_work"] = gain_at_equal_work(earlier, run).factor
-    summary["verdict"] = conclusion(run, earlier)
-    return measured_report(run, earlier), summary
-
-
 def _predicted(context: typer.Context, source: str, asked: options.JobOptions) -> "tuple[str, Estimate, str]":
     """The page, the estimate, and a line on what was read."""
     from wlb.documents.lengths import read_lengths, what_was_read
@@ -116,5 +103,5 @@ def _predicted(context: typer.Context, source: str, asked: options.JobOptions) -
     lengths = read_lengths(source, column=asked.length_column)
     space = asked.space(context, source, lengths)
     found = estimated(space, lengths, CHECKED, asked.steps, source)
-    said = f"{what_was_read(source, lengths, space.context_window)}\n\n"
-    return predicted_report(Evidence(lengths, found), source=source), found, said
+    read = what_was_read(source, lengths, space.context_window)
+    return predicted_report(Evidence(lengths, found), read), found, f"{read}\n\n"

@@ -18,35 +18,28 @@ _COVERED = (2.5, 97.5)  # percentiles
 
 @dataclass(frozen=True)
 class Gain:
-    """The rate of one series over the rate of another, with the 95% interval of the bootstrap.
-
-    ``steps`` counts the steps of the shorter series.
-    """
+    """The rate of one series over the rate of another, with the 95% interval of the bootstrap."""
 
     factor: float
     low: float
     high: float
-    steps: int
 
     def __str__(self) -> str:
         return f"{self.factor:.2f}x ({self.low:.2f} to {self.high:.2f})"
 
 
-def gain(
-    before: ArrayLike, before_seconds: ArrayLike, after: ArrayLike, after_seconds: ArrayLike, *, seed: int = 0
-) -> Gain:
+def gain(before: ArrayLike, before_seconds: ArrayLike, after: ArrayLike, after_seconds: ArrayLike) -> Gain:
     """The rate of ``after`` (work or tokens per second) over the rate of ``before``.
 
     ``before`` and ``after`` have the work or tokens of each step, shape (steps,). They may differ in length; all steps
     count.
     """
     series = [np.array(columns, np.float64) for columns in ((before, before_seconds), (after, after_seconds))]
-    steps = min(columns.shape[1] for columns in series)
     blocks = max(-(-columns.shape[1] // _block_size(columns.shape[1])) for columns in series)
-    places = np.random.default_rng(seed).random((_DRAWS, blocks))
+    places = np.random.default_rng(0).random((_DRAWS, blocks))
     drawn_before, drawn_after = (_redrawn_rates(columns, places) for columns in series)
     low, high = np.percentile(drawn_after / drawn_before, _COVERED)
-    return Gain(_rate(series[1]) / _rate(series[0]), float(low), float(high), steps)
+    return Gain(_rate(series[1]) / _rate(series[0]), float(low), float(high))
 
 
 def _block_size(steps: int) -> int:

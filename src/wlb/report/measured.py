@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from wlb.report.bootstrap import Gain, gain
 from wlb.report.html.charts import intervals, series
 from wlb.report.html.markup import Caption, Markup, table, tag
-from wlb.report.html.page import facts, page, paragraph, section, verdict
+from wlb.report.html.page import facts, page, paragraph, section
 from wlb.report.run_directory import TrainingRun
 from wlb.terminal import number_of
 
-TITLE = "What this training job loses to imbalance"
 _IMBALANCE = (
     "If the plan is uneven, the predicted value is large too. If only the measured value is large, a machine is slow "
     "or the workload model does not fit: rank_seconds in steps.jsonl shows which rank is slow, and training.calibrate "
@@ -18,29 +18,39 @@ _IMBALANCE = (
 )
 
 
-def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
-    """The HTML of a report on ``run``, compared with ``before`` if given."""
-    before = before and _told_apart(before, run)
-    runs = [run] if before is None else [before, run]
-    values = {"a step, mean": _seconds(run.mean("step_seconds"))}
-    values["slowest over mean rank, compute of a step"] = f"{run.mean('measured'):.2f}"
-    values["model FLOPs utilisation"] = f"{run.utilisation:.1%}"
-    values["tokens/s, all ranks"] = f"{run.tokens_per_second:,.0f}"
-    gained = []
+def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> tuple[str, dict[str, Any]]:
+    """The HTML of a report on ``run``, compared with ``before`` if given, and the figures of ``--json``."""
+    found = {"kind": "measured", "steps": run.steps, "tokens_per_second": run.tokens_per_second}
+    values = {
+        "a step, mean": _seconds(run.mean("step_seconds")),
+        "slowest over mean rank, compute of a step": f"{run.mean('measured'):.2f}",
+        "model FLOPs utilisation": f"{run.utilisation:.1%}",
+        "tokens/s, all ranks": f"{run.tokens_per_second:,.0f}",
+    }
+    runs, gained = [run], []
+    conclusion = (
+        f"The slowest rank computes {run.mean('measured'):.2f} times as long as the mean rank; the plans predict "
+        f"{run.mean('predicted'):.2f}."
+    )
     if before is not None:
-        faster = gain_in_tokens(before, run)
+        if before.name == run.name:
+            before = replace(before, name=f"{before.name} (before)")
+        runs, faster, equal = [before, run], gain_in_tokens(before, run), gain_at_equal_work(before, run)
+        found |= {"speedup": faster.factor, "spread": (faster.low, faster.high), "speed_at_equal_work": equal.factor}
         over = f"tokens/s over {before.label} ({faster.low:.2f} to {faster.high:.2f})"
         values = {over: f"{faster.factor:.2f}x"} | values
-        gained = [section("gain", "Gain", *_gain(before, run, faster))]
+        sure = "" if not faster.low <= 1 <= faster.high else ", which is within the noise of these steps"
+        conclusion = f"{run.label} trains {faster.factor:.2f}x the tokens per second of {before.label}{sure}."
+        gained = [section("gain", "Gain", *_gain(before, run, faster, equal))]
     covered = ", beside ".join(
         f"{one.name}, {number_of(one.steps, 'step')} from step {one.columns['step'][0]:.0f} to "
         f"{one.columns['step'][-1]:.0f}"
         for one in reversed(runs)
     )
-    return page(
-        TITLE,
+    text = page(
+        "What this training job loses to imbalance",
         [
-            verdict(conclusion(run, before)),
+            paragraph(conclusion, class_="verdict"),
             paragraph(
                 tag("span", "measured", class_="label-measured"),
                 f" by the job itself: {covered}. All means are over these steps.",
@@ -52,22 +62,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> str:
             section("imbalance", "Imbalance", paragraph(_IMBALANCE)),
         ],
     )
-
-
-def conclusion(run: TrainingRun, before: TrainingRun | None = None) -> str:
-    """How much ``run`` loses, or how it compares with ``before``, in one sentence."""
-    if before is None:
-        planned, measured = run.mean("predicted"), run.mean("measured")
-        return (
-            f"The slowest rank computes {measured:.2f} times as long as the mean rank; the plans predict {planned:.2f}."
-        )
-    faster, before = gain_in_tokens(before, run), _told_apart(before, run)
-    sure = "" if not faster.low <= 1 <= faster.high else ", which is within the noise of these steps"
-    return f"{run.label} trains {faster.factor:.2f}x the tokens per second of {before.label}{sure}."
-
-
-def _told_apart(before: TrainingRun, run: TrainingRun) -> TrainingRun:
-    return replace(before, name=f"{before.name} (before)") if before.name == run.name else before
+    return text, found | {"verdict": conclusion}
 
 
 def gain_in_tokens(before: TrainingRun, run: TrainingRun) -> Gain:
@@ -81,14 +76,14 @@ def gain_at_equal_work(before: TrainingRun, run: TrainingRun) -> Gain:
     return gain(before.work, before.columns["step_seconds"], run.work, run.columns["step_seconds"])
 
 
-def _gain(before: TrainingRun, run: TrainingRun, faster: Gain) -> list[Markup]:
+def _gain(before: TrainingRun, run: TrainingRun, faster: Gain, equal: Gain) -> list[Markup]:
     drawn = "Dot: measured; line: 95% of a moving-block bootstrap over steps."
     caption = Caption("gain-chart", f"Tokens per second over {before.name}", drawn)
     return [
         intervals(caption, [(run.label, faster)], f"times {before.label}"),
         paragraph(
-            f"At equal work (model FLOPs of the trained documents, per second and device) it is "
-            f"{gain_at_equal_work(before, run)}: tokens/s also rise where documents are cut or still delayed."
+            f"At equal work (model FLOPs of the trained documents, per second and device) it is {equal}: tokens/s also "
+            "rise where documents are cut or still delayed."
         ),
         paragraph(
             "The interval covers the variation of steps inside these two runs. It does not cover differences between "

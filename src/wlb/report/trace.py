@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wlb.errors import UserError
 from wlb.report.timeline import Timeline
 from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation
 
@@ -25,7 +24,7 @@ def write_trace(path: Path, lines: Mapping[str, Timeline]) -> None:
     """Write steps of several systems, by name, to ``path``: below each other, all from the same time on.
 
     A job with over ``MOST_TRACKS`` tracks shows the slowest data-parallel rank only, and of that its first
-    context-parallel ranks if there are still too many. Raises ``UserError`` if the file cannot be written.
+    context-parallel ranks if there are still too many.
     """
     events: list[dict[str, Any]] = []
     first_process = 0
@@ -38,10 +37,7 @@ def write_trace(path: Path, lines: Mapping[str, Timeline]) -> None:
         "displayTimeUnit": "ms",
         "otherData": {"simulated": "by wlb simulate", **details},
     }
-    try:
-        path.write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"trace {path} cannot be written: {error.strerror}") from None
+    path.write_text(json.dumps(trace, allow_nan=False), encoding="utf-8")
 
 
 def _drawn(line: Timeline) -> tuple[Sequence[int], Sequence[int]]:
@@ -100,13 +96,5 @@ def _span(
     name: str, category: str, start: float, end: float, process: int, thread: int, details: dict[str, Any]
 ) -> dict[str, Any]:
     """A complete event; times in the format are microseconds."""
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": category,
-        "ts": start * _MICROSECONDS,
-        "dur": (end - start) * _MICROSECONDS,
-        "pid": process,
-        "tid": thread,
-        "args": details,
-    }
+    times = {"ts": start * _MICROSECONDS, "dur": (end - start) * _MICROSECONDS}
+    return {"ph": "X", "name": name, "cat": category, **times, "pid": process, "tid": thread, "args": details}

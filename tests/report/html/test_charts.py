@@ -59,7 +59,7 @@ def test_parts_of_bars_are_as_long_as_their_values():
 
 
 def test_intervals_and_series_are_drawn():
-    svg = parse(intervals(CAPTION, [("x", Gain(1.2, 1.1, 1.3, 9)), ("y", Gain(0.9, 0.8, 1.0, 9))], "times"))
+    svg = parse(intervals(CAPTION, [("x", Gain(1.2, 1.1, 1.3)), ("y", Gain(0.9, 0.8, 1.0))], "times"))
     assert len(list(svg.iter("circle"))) == 2
     steps = np.arange(5.0)
     svg = parse(series(CAPTION, [("run", "after", steps, steps**2)], "tokens"))

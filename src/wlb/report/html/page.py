@@ -4,9 +4,7 @@ A content security policy forbids the page to load or run anything, should somet
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from wlb.errors import UserError
 from wlb.report.html.markup import Markup, join, tag
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -95,28 +93,18 @@ def page(title: str, sections: Sequence[Markup]) -> str:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("title", title),
-        style(),
+        tag("style", Markup(_colour_rules() + _STYLE)),
     )
     body = tag("body", tag("main", tag("h1", title), *sections))
     return "<!doctype html>\n" + tag("html", head, body, lang="en") + "\n"
-
-
-def style() -> Markup:
-    """The colours and shapes of a page, light and dark, and of everything that is drawn in it."""
-    return tag("style", Markup(_colour_rules() + _STYLE))
 
 
 def section(identifier: str, heading: str, *content: str) -> Markup:
     return tag("section", tag("h2", heading), *content, id=identifier)
 
 
-def paragraph(*content: str, class_: str = "") -> Markup:
-    return tag("p", *content, class_=class_) if class_ else tag("p", *content)
-
-
-def verdict(sentence: str) -> Markup:
-    """The line that answers: the first thing that is read."""
-    return paragraph(sentence, class_="verdict")
+def paragraph(*content: str, **attributes: str) -> Markup:
+    return tag("p", *content, **attributes)
 
 
 def facts(values: Mapping[str, str]) -> Markup:
@@ -124,28 +112,6 @@ def facts(values: Mapping[str, str]) -> Markup:
     return tag(
         "div", *(tag("div", tag("b", value), tag("span", name)) for name, value in values.items()), class_="facts"
     )
-
-
-def folded(summary: str, lines: Sequence[str]) -> Markup:
-    """Lines that are read on demand, and on paper."""
-    return tag("details", tag("summary", summary), *(paragraph(line) for line in lines))
-
-
-def warning(text: str) -> Markup:
-    return paragraph(text, class_="warning")
-
-
-def code(text: str) -> Markup:
-    return tag("pre", tag("code", text))
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write the file; raises ``UserError`` where that is not possible."""
-    try:
-        # File names may hold bytes that are no text; they become character references.
-        path.write_bytes(text.encode("utf-8", errors="xmlcharrefreplace"))
-    except OSError as error:
-        raise UserError(f"report {path} cannot be written: {error.strerror}") from error
 
 
 def _colour_rules() -> str:
