@@ -16,10 +16,10 @@ the earlier slices as this one attends (``wlb.attention.slices``). These count a
 as received keys with negative positions.
 """
 
-import weakref
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ class ShardLayout:
     before: Attended | None = None  # local tokens against these earlier ones; None in windows
 
 
-_layouts: dict[int, dict[object, ShardLayout]] = {}
+_layouts: WeakKeyDictionary[ShardPlan, dict[object, ShardLayout]] = WeakKeyDictionary()
 
 
 def shard_layout(plan: ShardPlan, rank: int, device: torch.device, window: int | None = None) -> ShardLayout:
@@ -86,11 +86,7 @@ def shard_layout(plan: ShardPlan, rank: int, device: torch.device, window: int |
 
     Raises ``ValueError`` for a plan whose pieces are not in packed order.
     """
-    # Plans hold arrays and cannot be hashed, so they are keyed by identity while they live.
-    if id(plan) not in _layouts:
-        _layouts[id(plan)] = {}
-        weakref.finalize(plan, _layouts.pop, id(plan))
-    layouts, key = _layouts[id(plan)], (rank, device, window)
+    layouts, key = _layouts.setdefault(plan, {}), (rank, device, window)
     if key not in layouts:
         _check_order(plan.pieces[rank], rank)
         layouts[key] = _layout(plan, rank, device) if window is None else _window_layout(plan, rank, device, window)

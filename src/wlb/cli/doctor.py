@@ -41,8 +41,8 @@ def doctor(
         packages = environment.find_packages()
         device = {} if "torch" not in packages or packages["torch"]["error"] else environment.find_gpus()
         routes = {} if model is None else _routes(model, packages)
-    of_packages = (*environment.wrong_versions(), *environment.broken_packages(packages))
-    seen = (*of_packages, *environment.wrong_gpus(device), *_untrained(routes))
+    broken = (f"{name} {one['version']}: {one['error']}" for name, one in packages.items() if one["error"])
+    seen = (*environment.wrong_versions(), *broken, *environment.wrong_gpus(device), *_untrained(routes))
     problems = [*dict.fromkeys(seen)]  # several extras need the same package
     found = {"wlb-llm": __version__, "python": python_version(), "device": device, "packages": packages}
     if json:

@@ -117,13 +117,6 @@ def wrong_versions() -> Iterator[str]:
                 yield f"{one.name} {found}: wlb-llm needs {one.name}{one.specifier}"
 
 
-def broken_packages(packages: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Those of ``find_packages`` that cannot be imported."""
-    for name, package in packages.items():
-        if package["error"]:
-            yield f"{name} {package['version']}: {package['error']}"
-
-
 def wrong_gpus(device: Mapping[str, Any]) -> Iterator[str]:
     """What the GPUs of ``find_gpus`` and its settings cannot do."""
     for name, capability in {*zip(device.get("gpus", ()), device.get("capabilities", ()), strict=True)}:

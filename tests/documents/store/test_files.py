@@ -17,7 +17,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.documents.order import DataConfig
 from wlb.documents.store import files
 from wlb.documents.store import reader as reader_module
-from wlb.documents.store.files import exists, names_store
+from wlb.documents.store.files import RemoteArray, names_store
 from wlb.documents.store.reader import TokenStore, TokenStoreWriter, stored_vocab_size
 from wlb.errors import UserError
 
@@ -128,8 +128,8 @@ def test_a_remote_store_is_the_same_as_on_the_disk(place, local, tmp_path, capsy
         assert group.identity == local.identity
         assert np.array_equal(read_lengths(source), read_lengths(tmp_path / "corpus"))
         assert stored_vocab_size(source) == VOCAB
-    assert exists(f"{place.url}/corpus.json")
-    assert not exists(f"{place.url}/corpus.tokenizer.json")
+    assert names_store(f"{place.url}/corpus")
+    assert not names_store(f"{place.url}/corpus.tokenizer")
     capsys.readouterr()
 
     assert same_tokens(pickle.loads(pickle.dumps(store)), local)
@@ -234,7 +234,7 @@ def test_no_answer_is_not_taken_for_no_file(monkeypatch):
 
         message = rf"corpus.mask cannot be read{tries}: .*{status[:3]}"
         with served(unavailable) as url, pytest.raises(UserError, match=message):
-            exists(f"{url}/corpus.mask")
+            RemoteArray(f"{url}/corpus.mask")
 
 
 def test_a_server_that_ignores_ranges_is_refused_before_it_sends_everything(tmp_path, monkeypatch):

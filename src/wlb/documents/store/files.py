@@ -26,8 +26,8 @@ from wlb.settings import check_path
 
 T = TypeVar("T")
 
-# Bytes and time of change (nanoseconds) of .idx, .bin and .mask; None for a file that is missing or at a URL.
-Stamps: TypeAlias = tuple[tuple[int, int] | None, ...]
+# Size and time of change of .idx, .bin and .mask; None for a file that is missing or at a URL.
+Stamps: TypeAlias = tuple[str | None, ...]
 
 _BYTE = np.dtype(np.uint8)
 _STAMPED = (".idx", ".bin", ".mask")
@@ -82,8 +82,9 @@ def store_prefixes(source: StoreSource) -> list[str]:
 def names_store(source: StoreSource) -> bool:
     """Whether ``source`` names a store that exists."""
     try:
-        return all(exists(f"{prefix}.idx") for prefix in store_prefixes(source))
-    except UserError:
+        indexes = [f"{prefix}.idx" for prefix in store_prefixes(source)]
+        return all(RemoteArray(index).size if is_url(index) else os.path.exists(index) for index in indexes)
+    except (UserError, FileNotFoundError):
         return False
 
 
@@ -145,14 +146,6 @@ def is_url(name: str | Path) -> bool:
     return _URL.fullmatch(str(name)) is not None
 
 
-def exists(path: str) -> bool:
-    """Whether the file exists. Raises ``UserError`` if its server does not answer."""
-    try:
-        return bool(RemoteArray(path)) if is_url(path) else os.path.exists(path)
-    except FileNotFoundError:
-        return False
-
-
 def stamps_of(prefix: str) -> Stamps:
     """The stamps of the store at ``prefix``; take them before opening it."""
     return tuple(_stamp(prefix + ending) for ending in _STAMPED)
@@ -162,7 +155,7 @@ def check_unchanged(prefix: str, opened: Stamps) -> None:
     """Raise ``UserError`` if a file of the store at ``prefix`` has changed since it was ``opened``."""
     for ending, before in zip(_STAMPED, opened, strict=False):  # the first may be all that is asked about
         if before is not None and (now := _stamp(prefix + ending)) != before:
-            raise _changed(prefix + ending, _in_words(before), now and _in_words(now))
+            raise _changed(prefix + ending, before, now)
 
 
 def read_bytes(path: str) -> Any:
@@ -291,17 +284,13 @@ def _file_system(url: str) -> tuple[Any, str]:
     return files, path
 
 
-def _stamp(path: str) -> tuple[int, int] | None:
+def _stamp(path: str) -> str | None:
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_size, found.st_mtime_ns
-
-
-def _in_words(stamp: tuple[int, int]) -> str:
-    seconds, nanoseconds = divmod(stamp[1], 10**9)
-    return f"{stamp[0]} bytes of {datetime.fromtimestamp(seconds)}.{nanoseconds:09}"
+    seconds, nanoseconds = divmod(found.st_mtime_ns, 10**9)
+    return f"{found.st_size} bytes of {datetime.fromtimestamp(seconds)}.{nanoseconds:09}"
 
 
 def _changed(path: str, before: str, now: str | None) -> UserError:
