@@ -86,7 +86,7 @@ def prepare(
 
     from wlb.documents.lengths import what_was_read
     from wlb.documents.prepare import prepare_shards, prepare_store
-    from wlb.documents.prepare.chat import ChatFormat
+    from wlb.documents.prepare.chat import CHATML, ChatFormat
     from wlb.documents.prepare.sources import CorpusShard
     from wlb.documents.store.index import read_index
     from wlb.documents.store.writer import check_target
@@ -132,7 +132,7 @@ def prepare(
     _show(report, made)
     if "missing_field" in report.rejects and ray is None:  # else another process knows which
         stdout.print(corpus.described_fields())
-    if chat_format is not None and chat_format.is_chatml:
+    if chat_format is not None and chat_format.template == CHATML:
         stdout.print("the tokenizer has no chat template: conversations are written as ChatML")
     if report.documents_out:
         show_next("check", made)

@@ -11,7 +11,7 @@ import pytest
 import tokenizers
 
 from wlb.documents.prepare import prepare_store
-from wlb.documents.prepare.chat import ChatFormat
+from wlb.documents.prepare.chat import CHATML, ChatFormat
 from wlb.documents.prepare.sources import FileCorpus
 from wlb.documents.prepare.tokenization import BytesTokenizer, Tokenizer, load_tokenizer, train_bpe
 from wlb.documents.store.reader import TokenStore
@@ -88,8 +88,8 @@ def test_a_template_file_beside_the_tokenizer_comes_first(tmp_path):
     directory = tokenizer_directory(tmp_path)
     (directory / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
     assert ChatFormat.of_tokenizer(str(directory), ()).template.startswith("{% for m in")
-    assert not ChatFormat.of_tokenizer(str(directory), ()).is_chatml
-    assert ChatFormat.of_tokenizer("bytes", ()).is_chatml
+    assert ChatFormat.of_tokenizer(str(directory), ()).template != CHATML
+    assert ChatFormat.of_tokenizer("bytes", ()).template == CHATML
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,8 @@ def prepare_store(
         _check_number(prefix, shard.of)
         prefix = shard.prefix(prefix)
     definition = tokenizer.definition if save_tokenizer and isinstance(tokenizer, HuggingFaceTokenizer) else None
-    tokenize, size, masked = _tokenize(tokenizer, chat), tokenizer.vocab_size, chat is not None
+    size, masked = tokenizer.vocab_size, chat is not None
+    tokenize = partial(_tokenize, tokenizer=tokenizer, chat=chat, dtype=token_type(size))
     with (
         TokenStoreWriter(
             prefix, vocab_size=size, tokenizer_json=definition, masked=masked, overwrite=overwrite
@@ -207,7 +208,8 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
     lengths: list[int] = []
     rejects: Counter[str] = Counter()
     batches = corpus.batches()
-    for tokenized in map(_tokenize(tokenizer, chat), batches):
+    dtype = token_type(tokenizer.vocab_size)
+    for tokenized in (_tokenize(batch, tokenizer, chat, dtype) for batch in batches):
         lengths += tokenized.lengths.tolist()
         rejects.update(tokenized.rejects)
         if len(lengths) >= _MOST_COUNTED:
@@ -215,7 +217,7 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
     if not lengths:
         raise _nothing_left(corpus, rejects)
     skipped = f"{number_of(corpus.skipped_files, 'file')} of other kinds" if corpus.skipped_files else ""
-    if left_out := ", ".join(filter(None, [describe_rejects(rejects), skipped])):
+    if left_out := ", ".join(filter(None, [_in_words(rejects), skipped])):
         tell(f"wlb: note: {corpus.name}: left out {left_out}")
     name = corpus.name
     if next(batches, None) is not None:
@@ -227,36 +229,27 @@ def text_lengths(corpus: Corpus, tokenizer: Tokenizer, chat: ChatFormat | None =
 def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:
     if not rejects:
         return UserError("the sources contain no documents; name other files")
-    why = f"{number_of(rejects.total(), 'document')} read, none can be stored: {describe_rejects(rejects)}"
+    why = f"{number_of(rejects.total(), 'document')} read, none can be stored: {_in_words(rejects)}"
     if rejects[Reject.NO_FIELD]:
         why += f"; {corpus.described_fields()}"
     return UserError(why)
 
 
-def _tokenize(tokenizer: Tokenizer, chat: ChatFormat | None) -> Callable[[Batch], TokenizedBatch]:
-    encode = partial(_encode_text if chat is None else chat.encode, tokenizer=tokenizer)
-    dtype = token_type(tokenizer.vocab_size)
-    return partial(_tokenize_batch, encode=encode, end_token=tokenizer.end_token, dtype=dtype)
-
-
-def _encode_text(text: str, tokenizer: Tokenizer) -> Encoded | Reject:
-    """Tokenise a text, treating special tokens in it as plain text."""
-    tokens = tokenizer.encode(text)
-    return Encoded(text, tokens) if tokens.size else Reject.NO_TOKENS
-
-
-def _tokenize_batch(
-    batch: Batch, encode: Callable[[Any], Encoded | Reject], end_token: int, dtype: np.dtype[Any]
-) -> TokenizedBatch:
-    """Tokenise the documents of a batch with ``encode``. If a document has a mask, its end token is not a label."""
+def _tokenize(batch: Batch, tokenizer: Tokenizer, chat: ChatFormat | None, dtype: np.dtype[Any]) -> TokenizedBatch:
+    """Tokenise the documents of a batch; in conversations the end token of a document is not a label."""
     rejects: Counter[str] = Counter()
-    end, no_label = np.array([end_token], dtype), np.zeros(1, np.bool_)
+    end, no_label = np.array([tokenizer.end_token], dtype), np.zeros(1, np.bool_)
     tokens: list[NDArray[Any]] = [np.empty(0, dtype)]
     masks: list[NDArray[np.bool_]] = []
     lengths: list[int] = []
     text_bytes = 0
     for document in batch:
-        encoded = document if isinstance(document, Reject) else encode(document)
+        if isinstance(document, Reject):
+            encoded: Encoded | Reject = document
+        elif chat is not None:
+            encoded = chat.encode(document, tokenizer)
+        else:
+            encoded = Encoded(document, ids) if (ids := tokenizer.encode(document)).size else Reject.NO_TOKENS
         if isinstance(encoded, Reject):
             rejects[encoded.value] += 1
             continue
@@ -269,6 +262,5 @@ def _tokenize_batch(
     return TokenizedBatch(np.concatenate(tokens), np.array(lengths, np.int64), rejects, text_bytes, mask)
 
 
-def describe_rejects(rejects: dict[str, int]) -> str:
-    """Rejects by reason, in words."""
+def _in_words(rejects: dict[str, int]) -> str:
     return ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in sorted(rejects.items()))

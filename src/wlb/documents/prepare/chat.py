@@ -61,10 +61,6 @@ class ChatFormat:
             return chatml
         return cls(template, tuple(sorted(named_tokens(config).items())), tuple(marks))
 
-    @property
-    def is_chatml(self) -> bool:
-        return self.template == CHATML
-
     def encode(self, messages: Sequence[ChatMessage], tokenizer: Tokenizer) -> Encoded | Reject:
         """Tokenise a conversation, with a mask of the assistant's turns, or return why it cannot be trained."""
         if any(mark in message[part] for message in messages for part in ("role", "content") for mark in self.marks):

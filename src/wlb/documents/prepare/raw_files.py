@@ -13,7 +13,6 @@ import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -53,14 +52,6 @@ def format_of(path: Path) -> str:
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
-
-
-def has_lines(path: Path) -> bool:
-    """Whether there is text after the first line; True for a pipe, which cannot be read twice."""
-    if not path.is_file():
-        return True
-    with opened(path) as file:
-        return any(line.strip() for line in islice(file, 1, None))
 
 
 def read_text(path: Path) -> str | Reject:

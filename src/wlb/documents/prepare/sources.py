@@ -14,7 +14,7 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -194,7 +194,12 @@ class FileCorpus(Corpus):
 
 def needs_documents(source: Path) -> bool:
     """Whether ``source`` may be one document or one per line, so that somebody must say which."""
-    return not source.is_dir() and format_of(source) not in (*_KINDS, *_TEXT[2:]) and raw_files.has_lines(source)
+    if source.is_dir() or format_of(source) in (*_KINDS, *_TEXT[2:]):
+        return False
+    if not source.is_file():  # a pipe, which cannot be read twice
+        return True
+    with raw_files.opened(source) as file:
+        return any(line.strip() for line in islice(file, 1, None))
 
 
 def _found(source: Path) -> Iterator[Path | None]:
