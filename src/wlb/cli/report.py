@@ -54,7 +54,7 @@ def report(
     if before is not None or is_run:
         why = "has no effect on the report of a training run, which is measured"
         refuse_unused(context, names_of(options.JobOptions), why)
-        text, summary = measured_report(read_run(Path(source)), before and read_run(before))
+        text, summary = measured_report(read_run(Path(source)), None if before is None else read_run(before))
     else:
         config = out.with_suffix(".job.toml")
         options.check_writable(config)
