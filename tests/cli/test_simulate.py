@@ -91,15 +91,15 @@ def trained(tmp_path: Path) -> Path:
 
 
 def test_the_store_and_a_pretrained_model_say_what_is_simulated(trained: Path, tmp_path: Path, monkeypatch):
-    asked: list[tuple[Job, NDArray[np.int64]]] = []
+    asked: list[tuple[Job, list[NDArray[np.int64]]]] = []
 
-    def judge(_: object, job: Job, lengths: NDArray[np.int64], *__: object, **___: object) -> None:
+    def judge(_: object, job: Job, lengths: list[NDArray[np.int64]], *__: object, **___: object) -> None:
         asked.append((job, lengths))
         raise UserError("this is enough")
 
     monkeypatch.setattr("wlb.simulate.estimate.judge_config", judge)
     refusal("simulate", trained)
-    ((job, lengths),) = asked
+    ((job, (lengths,)),) = asked
     assert job.shape.vocab_size == 300
     assert lengths.tolist() == [5, 0, 7]  # the order of documents counts the empty ones
     refused = refusal("simulate", trained, "--set", "model.vocab_size=200")

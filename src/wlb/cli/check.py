@@ -69,21 +69,25 @@ def check(context: typer.Context, lengths: options.Lengths, asked: CheckOptions,
     Example: wlb check corpus.jsonl --tokenizer MODEL_DIRECTORY
     """
     from wlb.documents.lengths import what_was_read
+    from wlb.report.answer import about, columns_of, note_on
     from wlb.simulate.estimate import CHECKED
 
     presets = options.names_in("--systems", asked.systems, CHECKED)
     read, tokens = asked.lengths(context, lengths)
     space = asked.space(context, None if asked.tokenizer else lengths, tokens)
     found = estimated(space, tokens, presets, asked.steps, lengths)
+    verdict = found.verdict
     if json:
         emit_json(found.to_json())
         return
     said = what_was_read(read, tokens, space.context_window)
-    stdout.print(f"{said}\n")
-    show_estimate(found)
+    for line in (f"{said}\n", verdict.headline, *verdict.reasons, "", *about(found), ""):
+        stdout.print(line)
+    columns = columns_of(verdict)
+    show_columns(columns, notes={next(iter(columns)): note_on(verdict)})
     if found.config:
         gpus = number_of(space.gpus, "GPU")
-        stdout.print(f"On {gpus} {found.verdict.winner} saves {found.gpu_hours_a_day:,.0f} GPU-hours a day. Its job:\n")
+        stdout.print(f"On {gpus} {verdict.winner} saves {found.gpu_hours_a_day:,.0f} GPU-hours a day. Its job:\n")
         stdout.print(found.config, soft_wrap=True)
     if asked.tokenizer is None:
         show_next("report", lengths, *given_again(context, names_of(options.JobOptions)))
@@ -116,14 +120,3 @@ def estimated(
 
     with progress_of() as told:
         return estimate(space, lengths, presets, steps, source=source, on_progress=told)
-
-
-def show_estimate(found: "Estimate") -> None:
-    """Print the verdict, then the details."""
-    from wlb.report.answer import about, columns_of, note_on
-
-    verdict = found.verdict
-    for line in (verdict.headline, *verdict.reasons, "", *about(found), ""):
-        stdout.print(line)
-    columns = columns_of(verdict)
-    show_columns(columns, notes={next(iter(columns)): note_on(verdict)})

@@ -30,40 +30,35 @@ def show_columns(
 
     Columns of ``words``, by default the first, are aligned left and folded if needed; the others hold numbers.
     """
-    made = empty_table(title, "\n".join(note for heading, note in (notes or {}).items() if heading in columns))
+    made = empty_table()
     for heading in columns:
         left = heading in (words or [*columns][:1])
         made.add_column(heading, justify="left" if left else "right", no_wrap=not left)
     for row in zip(*columns.values(), strict=True):
         made.add_row(*row)
+    _print_prose(title)
     print_table(made)
+    _print_prose("\n".join(note for heading, note in (notes or {}).items() if heading in columns))
 
 
-def empty_table(title: str = "", caption: str = "") -> Table:
+def empty_table() -> Table:
     """An empty table in the style of all tables."""
-    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def print_table(table: Table) -> None:
-    """Print ``table``, with title and caption wrapped at the width of the terminal.
-
-    Words are never cut: lines of a table that is too wide exceed the terminal.
-    """
+    """Print ``table`` without cutting words: lines of a table that is too wide exceed the terminal."""
     for column in table.columns:
         cells = [str(cell) for cell in (column.header, *column.cells)]
         parts = (part for cell in cells for part in (cell.splitlines() if column.no_wrap else cell.split()))
         column.min_width = max(map(len, parts), default=0)
-    title, caption, table.title, table.caption = table.title, table.caption, None, None
-    _print_prose(title)
     least = Console(width=_ANY_WIDTH).measure(table).minimum
     Console(width=max(stdout.width, least)).print(table, crop=False)
-    _print_prose(caption)
 
 
-def _print_prose(text: object) -> None:
+def _print_prose(text: str) -> None:
     if text:
-        lines = wrapped(str(text), stdout.width)
-        stdout.print(lines, style="italic", soft_wrap=True)
+        stdout.print(wrapped(text, stdout.width), style="italic", soft_wrap=True)
 
 
 def emit_json(value: Any) -> None:

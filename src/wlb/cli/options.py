@@ -67,9 +67,7 @@ LengthColumn = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Column of LENGTHS with the lengths, or lists of tokens; default: length."),
 ]
-ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
 BatchTokens = Annotated[int | None, number_of_tokens("Tokens of a step (the global batch), such as 16M; default: 4M.")]
-Tp = Annotated[int | None, number("Tensor-parallel size; default: up to 8, with 512 columns left on each GPU.")]
 Steps = Annotated[
     int | None, number_of_steps("Steps to simulate per shuffle of the documents; default: 4 to 16, 256 windows.")
 ]

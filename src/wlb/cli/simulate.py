@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -52,8 +51,15 @@ class SimulateOptions:
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the last step of every system as a Perfetto trace.")
     ] = None
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LENGTHS", help="Document lengths, as for wlb check; default: the job's store, or synthetic."
+        ),
+    ] = None
+    steps: options.Steps = None
 
-    def judged(self, lengths: str | None, steps: int | None) -> tuple[Verdict, Lengths, list[StoreSource]]:
+    def judged(self) -> tuple[Verdict, Lengths, list[StoreSource]]:
         """The verdict on the job, the lengths of its documents, and their sources.
 
         There is one source, ``lengths`` if given, or one per store of a mixture.
@@ -64,9 +70,9 @@ class SimulateOptions:
 
         profile = None if self.profile is None else read_profile(self.profile)
         if self.job in NAMED_JOBS:
-            return self._named(options.names_in("--systems", self.systems, PRESETS), lengths, steps, profile)
+            return self._named(options.names_in("--systems", self.systems, PRESETS), profile)
         if Path(self.job).suffix == ".toml":
-            return self._configured(Path(self.job), lengths, steps, profile)
+            return self._configured(Path(self.job), profile)
         raise UserError(f"{self.job!r} is neither a .toml file nor a named job; named jobs are {', '.join(NAMED_JOBS)}")
 
     def follows(self, job: Job, sources: list[StoreSource]) -> list[object]:
@@ -86,10 +92,9 @@ class SimulateOptions:
         settings = [word for one in self.settings or () for word in ("--set", one)]
         return ["train", self.job, *settings, "--dry-run", "--hardware", self.hardware]
 
-    def _named(
-        self, presets: list[str], lengths: str | None, steps: int | None, profile: WorkloadProfile | None
-    ) -> tuple[Verdict, Lengths, list[StoreSource]]:
+    def _named(self, presets: list[str], profile: WorkloadProfile | None) -> tuple[Verdict, Lengths, list[StoreSource]]:
         """Every system in its own fastest layout on the GPUs of the named job."""
+        from wlb.documents.lengths import read_lengths
         from wlb.simulate.job import NAMED_JOBS
         from wlb.simulate.space import search_space
 
@@ -97,8 +102,8 @@ class SimulateOptions:
             raise UserError("--set overrides a configuration file; a named job has none")
         named = NAMED_JOBS[self.job]
         layout, synthetic = named.layout, f"synthetic:{_DOCUMENTS}:{named.context_window}:0"
-        source = synthetic if lengths is None else lengths
-        documents = _lengths([source], self.length_column)
+        source = synthetic if self.lengths is None else self.lengths
+        documents = read_lengths(source, column=self.length_column)
         space = search_space(
             named.model,
             layout.world_size,
@@ -107,43 +112,32 @@ class SimulateOptions:
             hardware=self.hardware,
             batch_tokens=layout.pp * layout.dp * named.context_window,
             profile=profile,
-            source=lengths,
+            source=self.lengths,
         )
-        found = estimated(space, documents, presets, steps, source)
+        found = estimated(space, documents, presets, self.steps, source)
         for name, why in found.left_out.items():
             tell(f"wlb: warning: {name} is left out: {why}")
         return found.verdict, documents, [source]
 
-    def _configured(
-        self, path: Path, lengths: str | None, steps: int | None, profile: WorkloadProfile | None
-    ) -> tuple[Verdict, Lengths, list[StoreSource]]:
+    def _configured(self, path: Path, profile: WorkloadProfile | None) -> tuple[Verdict, Lengths, list[StoreSource]]:
+        from wlb.documents.lengths import read_lengths
         from wlb.documents.store.reader import stored_vocab_size
         from wlb.job.config_file import load_config
         from wlb.job.job import Job
         from wlb.simulate.estimate import judge_config
 
         config = load_config(path, self.settings or [])
-        sources: list[StoreSource] = [*config.data.stores] if lengths is None else [lengths]
+        sources: list[StoreSource] = [*config.data.stores] if self.lengths is None else [self.lengths]
         vocab_size = max(stored_vocab_size(prefix) or 0 for prefix in config.data.stores) or None
         job = Job.from_config(config, self.hardware, vocab_size=vocab_size)
         job = job if profile is None else replace(job, profile=profile)
         presets = options.names_in("--systems", self.systems, ["plain-4d"])
-        documents = _lengths(sources, self.length_column)
+        documents = [read_lengths(source, column=self.length_column) for source in sources]
         with progress_of() as told:
-            return judge_config(config, job, documents, presets, steps, on_progress=told), documents, sources
+            return judge_config(config, job, documents, presets, self.steps, on_progress=told), documents, sources
 
 
-def simulate(
-    asked: SimulateOptions,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LENGTHS", help="Document lengths, as for wlb check; default: the job's store, or synthetic."
-        ),
-    ] = None,
-    steps: options.Steps = None,
-    json: options.Json = False,
-) -> None:
+def simulate(asked: SimulateOptions, json: options.Json = False) -> None:
     """Simulate steps of a job on any number of GPUs, and say where their time goes.
 
     Uses the plans and shards that the trainer would run, and predicts seconds from the hardware preset or a profile.
@@ -159,7 +153,7 @@ def simulate(
 
     if asked.trace is not None:
         options.check_writable(asked.trace)
-    verdict, documents, sources = asked.judged(lengths, steps)
+    verdict, documents, sources = asked.judged()
     results = verdict.systems
     jobs = {system: result.job for system, result in results.items()}
     _warn_of_memory(jobs)
@@ -181,13 +175,6 @@ def simulate(
         if asked.trace is not None:
             stdout.print(f"trace: {asked.trace} (open it at ui.perfetto.dev)", soft_wrap=True)
         show_next(*asked.follows(verdict.systems[verdict.base].job, sources))
-
-
-def _lengths(sources: Sequence[StoreSource], column: str | None) -> Any:
-    from wlb.documents.lengths import read_lengths
-
-    read = [read_lengths(source, column=column) for source in sources]
-    return read[0] if len(read) == 1 else read
 
 
 def _warn_of_memory(jobs: dict[str, Job]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from wlb.cli.groups import refuse_unused
-from wlb.cli.options import DEFAULT_MODEL, Hardware, Model, Profile, Tp, settings_as_options
+from wlb.cli.options import DEFAULT_MODEL, Hardware, Model, Profile, number, number_of_tokens, settings_as_options
 
 if TYPE_CHECKING:
     from wlb.workload import Costs, ModelShape
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 _COLUMNS_PER_GPU = 512
 _TOKENS_PER_GPU = 65_536
 
+ContextWindow = Annotated[int, number_of_tokens("Tokens attention may span, such as 128K.")]
+
 
 @dataclass(frozen=True, kw_only=True)
 class GpuOptions:
     """A model, and a GPU that runs it."""
 
-    tp: Tp = None
+    tp: Annotated[int | None, number("Tensor-parallel size; default: up to 8, with 512 columns left on each GPU.")] = (
+        None
+    )
     model: Model = DEFAULT_MODEL
     hardware: Hardware = "h100"
     profile: Profile = None

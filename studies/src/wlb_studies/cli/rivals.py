@@ -12,6 +12,7 @@ from wlb.cli import options
 from wlb.cli.console import counted, emit_json, note, show_columns, show_next
 from wlb.cli.groups import given_again
 from wlb.terminal import number_of
+from wlb_studies.cli.gpu_options import ContextWindow
 from wlb_studies.plots import Plot, check_picture
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class SpaceOptions:
 
     gpus: Annotated[int, options.number("GPUs of the job.")]
     model: options.Model = options.DEFAULT_MODEL
-    context_window: options.ContextWindow = 131_072
+    context_window: ContextWindow = 131_072
     hardware: options.Hardware = "h100"
     batch_tokens: options.BatchTokens = None
 

@@ -11,7 +11,7 @@ from wlb.cli import options
 from wlb.cli.console import emit_json, show_columns, show_next
 from wlb.cli.groups import given_again, names_of
 from wlb.report.answer import listed
-from wlb_studies.cli.gpu_options import GpuOptions
+from wlb_studies.cli.gpu_options import ContextWindow, GpuOptions
 from wlb_studies.cli.terminal import with_progress, with_room
 from wlb_studies.plots import Plot, check_picture
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def sharding(
     context: typer.Context,
     lengths: options.Lengths,
-    context_window: options.ContextWindow,
+    context_window: ContextWindow,
     cp: Annotated[int, options.number("Context-parallel size: ranks that share a micro-batch.")],
     gpu: GpuOptions,
     strategies: Annotated[
