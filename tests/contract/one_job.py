@@ -122,7 +122,12 @@ def _loaded(case: Case, dp_rank: int) -> list[RankStep[Batch]]:
         return [*islice(loader, STEPS)]
 
 
-def trained_shards(case: Case) -> list[ShardPlan]:
+def listed(plan: ShardPlan) -> tuple[Any, ...]:
+    """Everything that ``plan`` says, in what compares."""
+    return plan.strategy, plan.segment_lengths, plan.earlier, [table.tolist() for table in plan.pieces]
+
+
+def trained_shards(case: Case) -> list[tuple[Any, ...]]:
     """Of the last data-parallel rank's micro-batches that hold documents, step after step.
 
     None of level steps, in which every rank has micro-batches of its own (``tests/training/test_equivalence.py``).
@@ -132,7 +137,7 @@ def trained_shards(case: Case) -> list[ShardPlan]:
     rank = _decided(case).layout.pools - 1
     steps = _loaded(case, rank)
     batches = [pair for step in steps for pair in zip(step.batches, step.plan.ranks[rank], strict=True)]
-    return [batch.attention.shard_plan for batch, part in batches if part.segments and batch.attention]
+    return [listed(batch.attention.shard_plan) for batch, part in batches if part.segments and batch.attention]
 
 
 # The simulator
@@ -150,7 +155,7 @@ def simulated_plans(case: Case) -> list[StepPlan]:
     return [*islice(StepPlanner(simulated_job(case), case.documents.lengths).plans(), STEPS)]
 
 
-def simulated_shards(case: Case) -> list[ShardPlan]:
+def simulated_shards(case: Case) -> list[tuple[Any, ...]]:
     """As ``trained_shards``; tests/sharding/test_pieces.py prices these."""
     job = simulated_job(case)
     if job.levels_steps:
@@ -159,7 +164,7 @@ def simulated_shards(case: Case) -> list[ShardPlan]:
     parts = [part for plan in simulated_plans(case) for part in plan.ranks[-1] if part.segments]
     earlier = [part.earlier if part.is_slice else None for part in parts]
     return [
-        make_shard_plan(part.lengths, layout.pool_size, strategy, workload=costs, earlier=before)
+        listed(make_shard_plan(part.lengths, layout.pool_size, strategy, workload=costs, earlier=before))
         for part, before in zip(parts, earlier, strict=True)
     ]
 
