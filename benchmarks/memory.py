@@ -26,8 +26,7 @@ from wlb.errors import UserError
 from wlb.job.config import ParallelConfig, TrainingConfig
 from wlb.job.memory.walk import predict_memory
 from wlb.models.transformer import TransformerConfig
-from wlb.runtime.batch import Batch, shard_batch
-from wlb.sharding import make_shard_plan
+from wlb.runtime.batch import Batch, RankSlice
 from wlb.simulate import simulated_job
 from wlb.training.environment import bound_compiled_products
 from wlb.training.optimizer import build_optimizer, clip_gradients
@@ -126,9 +125,8 @@ def _train(case: Case, shape: ModelShape, tokens: Sequence[int]) -> None:
     batches = []
     for count in tokens:
         ids, positions = torch.randint(shape.vocab_size, (count,)), torch.arange(count)
-        plan = make_shard_plan([count], parallel.cp, "per_document")
         batch = Batch(ids, ids, positions, (count,))
-        batches.append(shard_batch(batch, plan, mesh.rank("cp"), parallel.tp, group=mesh.group("cp")))
+        batches.append(RankSlice(0, mesh.rank("cp"), parallel, "per_document", group=mesh.group("cp")).of(batch))
     for _ in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -1,13 +1,16 @@
 """Text for people: counted things, and lines on stderr, wrapped between words if it is a terminal."""
 
+import errno
 import os
 import shlex
 import sys
 import textwrap
 from collections.abc import Iterable
+from typing import TextIO
 
 _USUAL_COLUMNS = 80
 _LONGEST_LIST = 80  # characters
+_NOBODY_READS = {errno.EPIPE, errno.EIO}  # the other end of the pipe or terminal is gone
 
 
 def number_of(number: int, thing: str) -> str:
@@ -49,5 +52,23 @@ def wrapped(text: str, width: int | None = None) -> str:
 
 
 def tell(text: str) -> None:
-    """Print ``text`` on stderr."""
-    print(wrapped(text), file=sys.stderr)
+    """Print ``text`` on stderr, unless it is empty."""
+    write(sys.stderr, f"{wrapped(text)}\n" if text else "")
+
+
+def write(stream: TextIO | None, text: str) -> None:
+    """Write ``text``, also without a console: it is lost if the pipe or terminal was closed, or a log's disk is full.
+
+    Raises ``OSError`` if there is no room for stdout, because its lines are results.
+    """
+    try:
+        if stream is not None:  # None if it was closed when Python started
+            stream.write(text)
+            stream.flush()
+    except OSError as error:
+        if stream and error.errno in _NOBODY_READS:  # drop all that follows, or Python tries again at exit and fails
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
+        elif stream is sys.stdout:
+            raise

@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +12,10 @@ from wlb.documents.segments import Segment
 from wlb.job.planner import StepPlanner
 from wlb.job.prices import level_shards
 from wlb.packing.plan import MicroBatch
-from wlb.runtime.batch import Batch, RankSlice, shard_batch
+from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.reading import make_batch
+from wlb.schedules.layout import Layout
 from wlb.sharding import STRATEGIES, make_shard_plan
 from wlb.simulate import simulated_job
 from wlb.simulate.decide import decide
@@ -45,20 +45,11 @@ def batches(draw: st.DrawFn) -> Batch:
 @given(batches(), st.integers(1, 5), STRATEGY)
 def test_the_shards_together_are_the_batch(batch: Batch, cp_size: int, strategy: str) -> None:
     plan = make_shard_plan(batch.segment_lengths, cp_size, strategy)
-    shards = [shard_batch(batch, plan, rank) for rank in range(cp_size)]
+    shards = [RankSlice(0, rank, Layout(cp=cp_size), strategy).of(batch) for rank in range(cp_size)]
     order = torch.from_numpy(np.concatenate([plan.positions(rank) for rank in range(cp_size)])).argsort()
     for name in ("tokens", "labels", "position_ids"):
         whole = torch.cat([getattr(shard, name)[: held_by(shard)] for shard in shards])[order]
         assert torch.equal(whole, getattr(batch, name))
-
-
-def test_a_plan_of_other_segments_is_refused() -> None:
-    batch = make_batch(MicroBatch((Segment(3, 0, 60),), 0.0), STORE)
-    with pytest.raises(ValueError, match="shards 2 segments of 60 tokens, the batch has 1 of 60"):
-        shard_batch(batch, make_shard_plan([20, 40], 2, "per_document"), 0)
-    batch = make_batch(MicroBatch((Segment(3, 20, 40),), 0.0, earlier=20), STORE)
-    with pytest.raises(ValueError, match="or another slice"):
-        shard_batch(batch, make_shard_plan([40], 2, "per_document"), 0)
 
 
 @settings(deadline=None)
@@ -66,9 +57,8 @@ def test_a_plan_of_other_segments_is_refused() -> None:
 def test_rows_divide_evenly_and_padding_has_no_label(
     batch: Batch, cp_size: int, strategy: str, multiple_of: int
 ) -> None:
-    plan = make_shard_plan(batch.segment_lengths, cp_size, strategy)
     for rank in range(cp_size):
-        shard = shard_batch(batch, plan, rank, multiple_of)
+        shard = RankSlice(0, rank, Layout(cp=cp_size, tp=multiple_of), strategy).of(batch)
         assert len(shard.tokens) > 0
         assert len(shard.tokens) % multiple_of == 0
         assert len(shard.tokens) - held_by(shard) < multiple_of or held_by(shard) == 0

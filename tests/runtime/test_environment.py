@@ -3,6 +3,7 @@
 import os
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,8 +38,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def said(**arguments: Any) -> list[str]:
     lines: list[str] = []
-    set_up_gpu(say=lines.append, **arguments)
-    return [line for line in lines if line]
+    with mock.patch.object(environment, "tell", lines.append):
+        set_up_gpu(**arguments)
+    return lines
 
 
 def test_everything_is_set_and_said_once(cuda):

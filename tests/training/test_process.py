@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from wlb.training.process import flush, say, write
+from wlb.terminal import tell, write
+from wlb.training.process import flush
 
 
 def test_lines_are_lost_where_the_reader_has_ended(monkeypatch: pytest.MonkeyPatch):
@@ -17,7 +18,7 @@ def test_lines_are_lost_where_the_reader_has_ended(monkeypatch: pytest.MonkeyPat
         for name in ("stdout", "stderr"):
             monkeypatch.setattr(sys, name, stream)
         print("a summary")
-        say("step 1")
+        tell("step 1")
         flush()
         assert os.readlink(f"/proc/self/fd/{writer}") == os.devnull
 
@@ -25,12 +26,12 @@ def test_lines_are_lost_where_the_reader_has_ended(monkeypatch: pytest.MonkeyPat
 def test_a_log_on_a_full_disk_goes_on_when_there_is_room(monkeypatch: pytest.MonkeyPatch):
     with open("/dev/full", "w") as stream:
         monkeypatch.setattr(sys, "stderr", stream)
-        say("step 1")
+        tell("step 1")
         assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == "/dev/full"
         reader, writer = os.pipe()
         os.dup2(writer, stream.fileno())
         os.close(writer)
-        say("step 2")
+        tell("step 2")
     with os.fdopen(reader) as lines:
         assert lines.read() == "step 1\nstep 2\n"
 
@@ -38,7 +39,7 @@ def test_a_log_on_a_full_disk_goes_on_when_there_is_room(monkeypatch: pytest.Mon
 def test_streams_that_were_closed_before_the_start_are_passed_over(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.stdout", None)
     monkeypatch.setattr("sys.stderr", None)
-    say("nobody reads this")
+    tell("nobody reads this")
     flush()
 
 

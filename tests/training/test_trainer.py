@@ -96,7 +96,7 @@ def _calibrated(config: JobConfig, speeds: tuple[float, float]) -> tuple[list[st
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Calibration, "timing", timing)
-        patch.setattr(trainer, "say", said.append)
+        patch.setattr(trainer, "tell", said.append)
         one = trainer_of(config)
         one.run()
     return said, one.calibration and one.calibration.state_dict()

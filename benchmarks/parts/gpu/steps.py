@@ -29,7 +29,7 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.job.config import TrainingConfig
 from wlb.job.memory.walk import predict_memory
 from wlb.models.transformer import TransformerConfig
-from wlb.runtime.batch import Batch, shard_batch
+from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.environment import activate_fast_attention
 from wlb.schedules.layout import Layout
 from wlb.sharding import ShardPlan, make_shard_plan
@@ -75,7 +75,7 @@ def _steps(setting: Setting, device: torch.device) -> Row:
     lengths = tuple(int(setting.trained_tokens * share) for share in SHARES)
     ids = torch.arange(sum(lengths)) * 7919 % shape.vocab_size
     batch = Batch(ids, ids.roll(-1), torch.cat([torch.arange(length) for length in lengths]), lengths)
-    batches = [shard_batch(batch, make_shard_plan(lengths, 1, "per_document"), 0)] * MICRO_BATCHES
+    batches = [RankSlice(layout=layout).of(batch)] * MICRO_BATCHES
     losses, seconds = [], []
     for _ in range(STEPS):
         began = now(device)

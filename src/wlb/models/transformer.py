@@ -58,10 +58,6 @@ class TransformerConfig:
         if self.rope_scaling is not None and self.rope_scaling.rope_type == "yarn":
             _yarn_ramp(self.rope_scaling, self.rope_theta, self.shape.head_dim // 2)
 
-    def window_of(self, layer: int) -> int | None:
-        """Tokens that each token of ``layer`` attends to; None for its whole segment."""
-        return self.shape.sliding_window if self.shape.block_kind(layer).attention == "sliding" else None
-
 
 def check_built(shape: ModelShape) -> None:
     """Raise ``UserError`` for a variant that can be priced but that ``Transformer`` does not implement.
@@ -145,11 +141,11 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig, layer: int = 0) -> None:
         super().__init__()
-        shape = config.shape
+        shape, kind = config.shape, config.shape.block_kind(layer)
         self.attention_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
-        self.attention, self.window = Attention(config), config.window_of(layer)
+        self.attention, self.window = Attention(config), shape.sliding_window if kind.attention == "sliding" else None
         self.feed_forward_norm = nn.RMSNorm(shape.hidden, eps=config.norm_eps)
-        if shape.experts is None or not shape.block_kind(layer).routed:
+        if shape.experts is None or not kind.routed:
             self.feed_forward = FeedForward(shape.hidden, shape.ffn_hidden)
         else:
             columns = shape.experts.shared_hidden
@@ -178,18 +174,17 @@ class Attention(nn.Module):
         self.wq = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=bias)
         self.wk = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
         self.wv = nn.Linear(shape.hidden, shape.kv_heads * shape.head_dim, bias=bias)
-        self.q_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(shape.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
         self.wo = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=config.o_bias)
 
     def forward(self, x_TD: Tensor, rotation: "Rotation") -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of this rank's heads, ready for attention; with ``qk_norm`` from normalised q and k."""
         # -1 rather than the head counts: a tensor-parallel rank holds only some of the heads.
-        q_THE = self.wq(x_TD).unflatten(-1, (-1, self.head_dim))
-        k_TGE = self.wk(x_TD).unflatten(-1, (-1, self.head_dim))
+        q_THE = self.q_norm(self.wq(x_TD).unflatten(-1, (-1, self.head_dim)))
+        k_TGE = self.k_norm(self.wk(x_TD).unflatten(-1, (-1, self.head_dim)))
         v_TGE = self.wv(x_TD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_THE, k_TGE = self.q_norm(q_THE), self.k_norm(k_TGE)
         return rotate(q_THE, rotation), rotate(k_TGE, rotation), v_TGE
 
 

@@ -152,38 +152,6 @@ class Batch:
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
 
 
-def shard_batch(
-    batch: AnyBatch,
-    shard_plan: ShardPlan,
-    rank: int,
-    multiple_of: int = 1,
-    ranks: tuple[int, ...] = (),
-    group: dist.ProcessGroup | None = None,
-) -> AnyBatch:
-    """The part of a whole ``batch`` that ``rank`` holds in a plan for ``ranks`` of the context-parallel ``group``.
-
-    Its rows are in the order of the plan, and padded to a multiple of ``multiple_of`` (the tensor-parallel size), and
-    to at least one: a rank without tokens gets only padding. Empty ``ranks`` are all of the group, None the default
-    group. Raises ``ValueError`` if the plan is for other segments.
-    """
-    earlier = batch.slice_of and batch.slice_of.earlier
-    if (shard_plan.segment_lengths, shard_plan.earlier) != (batch.segment_lengths, earlier):
-        raise ValueError(
-            f"the plan shards {len(shard_plan.segment_lengths)} segments of {shard_plan.tokens} tokens, the batch has "
-            f"{len(batch.segment_lengths)} of {len(batch.tokens)}, other lengths, or another slice; plan this batch"
-        )
-    mine = torch.from_numpy(shard_plan.positions(rank)).to(batch.tokens.device)
-    padding = max(-len(mine) % multiple_of, 0 if len(mine) else multiple_of)
-    sharing = group if shard_plan.cp_size > 1 else None
-    return replace(
-        batch,
-        tokens=F.pad(batch.tokens[mine], (0, padding)),
-        labels=F.pad(batch.labels[mine], (0, padding), value=IGNORE_LABEL),
-        position_ids=F.pad(batch.position_ids[mine], (0, padding)),
-        attention=ShardedAttention(len(mine), shard_plan, sharing, ranks or None, slice_of=batch.slice_of),
-    )
-
-
 @dataclass(frozen=True)
 class RankSlice:
     """The part of a step that a rank trains, and how its context-parallel ``group`` shards micro-batches.
@@ -200,16 +168,27 @@ class RankSlice:
     group: dist.ProcessGroup | None = None
 
     def of(self, batch: AnyBatch, ranks: tuple[int, ...] = ()) -> AnyBatch:
-        """The part of ``batch`` on this rank, if the context-parallel ``ranks`` share the batch; empty means all.
+        """The part of a whole ``batch`` on this rank, if the context-parallel ``ranks`` share it; empty means all.
 
-        In level steps one document is shared by ``LEVEL_SHARDING``, as ``level_shards`` prices it.
+        Its rows are in the order of the plan. They are padded to a multiple of the tensor-parallel size, and to at
+        least one: a rank without tokens gets only padding. In level steps one document is shared by
+        ``LEVEL_SHARDING``, as ``level_shards`` prices it.
         """
         alone = bool(ranks) and (len(ranks) == 1 or len(batch.segment_lengths) == 1)
         strategy, workload = (LEVEL_SHARDING, None) if alone else (self.strategy, self.workload)
         cp, earlier = len(ranks) or self.layout.pool_size, batch.slice_of and batch.slice_of.earlier
         plan = make_shard_plan(batch.segment_lengths, cp, strategy, workload=workload, earlier=earlier)
         rank = ranks.index(self.cp_rank) if ranks else self.cp_rank
-        return shard_batch(batch, plan, rank, self.layout.tp, ranks, self.group)
+        mine = torch.from_numpy(plan.positions(rank)).to(batch.tokens.device)
+        padding = max(-len(mine) % self.layout.tp, 0 if len(mine) else self.layout.tp)
+        sharing = self.group if cp > 1 else None
+        return replace(
+            batch,
+            tokens=F.pad(batch.tokens[mine], (0, padding)),
+            labels=F.pad(batch.labels[mine], (0, padding), value=IGNORE_LABEL),
+            position_ids=F.pad(batch.position_ids[mine], (0, padding)),
+            attention=ShardedAttention(len(mine), plan, sharing, ranks or None, slice_of=batch.slice_of),
+        )
 
     def batches(self, plan: StepPlan, read: Callable[[MicroBatch], AnyBatch]) -> tuple[AnyBatch, ...]:
         """The parts of the micro-batches of ``plan`` on this rank (``own_batches``)."""

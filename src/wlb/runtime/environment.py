@@ -5,7 +5,6 @@ loop that calls us later is told what to export.
 """
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -19,8 +18,8 @@ _ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 _done = False
 
 
-def set_up_gpu(device: torch.device | None = None, *, shares: bool = True, say: Callable[[str], None] = tell) -> None:
-    """Set what is unset and can still be set, and ``say`` so once, on rank 0; nothing without CUDA.
+def set_up_gpu(device: torch.device | None = None, *, shares: bool = True) -> None:
+    """Set what is unset and can still be set, and say so once, on rank 0; nothing without CUDA.
 
     It starts CUDA on ``device`` if given, and never otherwise. ``shares``: ranks share micro-batches, so they use
     several communicators at once, and it is said if NCCL has begun without its setting.
@@ -47,7 +46,7 @@ def set_up_gpu(device: torch.device | None = None, *, shares: bool = True, say: 
         lines += [f"wlb: warning: NCCL has begun; export {_ORDER}=1 before the job starts, or ranks may deadlock"]
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     for line in lines if rank == 0 else ():
-        say(line)
+        tell(line)
 
 
 def activate_fast_attention(device: torch.device) -> bool:

@@ -111,7 +111,7 @@ class PlannedStage(PipelineStage):
         in_a_row = (one for one, after in pairwise(operations) if one[::2] == after[::2])
         self._goes_on = {i for s, i, kind in in_a_row if (s, kind) == (self.stage_index, WEIGHT)}
         self._weight_gradients.joined.clear()  # of a step that failed
-        self._kept_slices, self.losses = KeptSlices(), dict[int, Tensor]()
+        self._kept_slices, self.losses, self._for_heads = KeptSlices(), dict[int, Tensor](), dict[int, Tensor]()
         self._activations, self._gradients = dict[int, Tensor](), dict[int, Tensor]()
         if (self._in_two or self.head) and any(map(_reduces_in_backward, self.submod.modules())):
             raise UserError(
@@ -130,6 +130,8 @@ class PlannedStage(PipelineStage):
         self._weight_gradients.begin(fwd_chunk_id in self._in_two)
         with self._measuring("forward", fwd_chunk_id):
             out = super().forward_one_chunk(fwd_chunk_id, args, kwargs, *rest, **more)
+        if fwd_chunk_id in self._heads:
+            self._for_heads[fwd_chunk_id] = out.detach()
         if self.is_last:
             self.losses[fwd_chunk_id] = self.loss_fn(out, self._targets[fwd_chunk_id])
         return out
@@ -178,15 +180,8 @@ class PlannedStage(PipelineStage):
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         if self.head is None or not self._heads:
             return super().get_fwd_send_ops(fwd_chunk_id)
-        (stream,) = self._outputs(fwd_chunk_id)
-        return self._send(stream.detach(), fwd_chunk_id, self._heads[fwd_chunk_id], self.head._activations)
-
-    def _outputs(self, micro_batch: int) -> Any:
-        """What the forward of a micro-batch returned."""
-        kept: Any = vars(self)
-        if "fwd_cache" in kept:
-            return kept["fwd_cache"][micro_batch][0]
-        return kept["_forward_chunk_states"][micro_batch].live_outputs
+        stream, rank = self._for_heads.pop(fwd_chunk_id), self._heads[fwd_chunk_id]
+        return self._send(stream, fwd_chunk_id, rank, self.head._activations)
 
     def _forget_outputs(self, micro_batch: int) -> None:
         kept: Any = vars(self)

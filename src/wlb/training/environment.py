@@ -20,7 +20,6 @@ from wlb.models.transformer import TransformerConfig, check_built
 from wlb.os_limits import usable_cores
 from wlb.runtime.environment import prefers_fa3, set_up_gpu
 from wlb.token_count import parse_count
-from wlb.training.process import say
 from wlb.training.stalls import record_flight
 from wlb.workload.hardware import HARDWARE
 
@@ -56,7 +55,7 @@ def joined_job(config: JobConfig) -> Iterator[torch.device]:
         compute_deterministically()
     if device.type == "cuda":
         record_flight(config.metrics.dir)
-        set_up_gpu(device, say=say)
+        set_up_gpu(device)
     else:
         keep_freed_memory()
     timeout = timedelta(seconds=config.training.timeout_seconds)

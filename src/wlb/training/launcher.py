@@ -17,8 +17,9 @@ from typing import Any
 
 from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig
+from wlb.terminal import tell, write
 from wlb.training.checkpoint.files import newest_checkpoint, step_of
-from wlb.training.process import TERMINATED_STATUS, Ending, ending_of, say, signals_to_end, write
+from wlb.training.process import TERMINATED_STATUS, Ending, ending_of, signals_to_end
 from wlb.training.worker import as_rank, train_as_rank
 
 START_METHOD = "forkserver"
@@ -57,7 +58,7 @@ def _train(config: JobConfig, summary: bool) -> int:
         # Checked before each start: a file may have shrunk, and reading a mapped file beyond its end kills the process.
         unfit: Ending | None = _run(1, _check, config)
         if unfit:
-            say(unfit.text.replace("rank 0 (process", "the check before the start (process"))
+            tell(unfit.text.replace("rank 0 (process", "the check before the start (process"))
             return unfit.status
         ended = _run(config.parallel.layout.world_size, train_as_rank, config)
         if not isinstance(ended, Ending):
@@ -66,9 +67,9 @@ def _train(config: JobConfig, summary: bool) -> int:
         step = _step_to_continue_from(config.checkpoint) if ended.restart else None
         restarts = 1 if step is not None and step > started_from else restarts + 1
         if step is None or restarts > _MOST_RESTARTS:
-            say(ended.text)
+            tell(ended.text)
             return ended.status
-        say(f"{ended.text}; restarting from step {step}, {restarts} of {_MOST_RESTARTS} restarts without a newer one")
+        tell(f"{ended.text}; restarting from step {step}, {restarts} of {_MOST_RESTARTS} restarts without a newer one")
         started_from = step
 
 
@@ -79,7 +80,7 @@ def _step_to_continue_from(config: CheckpointConfig) -> int | None:
     try:
         newest = newest_checkpoint(config, contents=True)
     except UserError as error:
-        say(f"wlb: error: {error}")
+        tell(f"wlb: error: {error}")
         return None
     return step_of(newest) if newest else 0
 
@@ -119,5 +120,5 @@ def _run(processes: int, work: Callable[[JobConfig], Any], config: JobConfig) ->
             return ending_of(*error.get_first_failure())
         except SignalException:
             if not any(Path(folder).rglob("error.json")):  # asked while it started them, it leaves without them
-                say("wlb: terminated before the first step")
+                tell("wlb: terminated before the first step")
             raise

@@ -22,11 +22,11 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile, schedule, 
 from wlb.job.config import MetricsConfig
 from wlb.runtime.batch import Batch
 from wlb.runtime.steps import RankStep
-from wlb.terminal import next_command, number_of
+from wlb.terminal import next_command, number_of, tell
 from wlb.training.environment import attention_note, hardware_name, tokenizer_warning
 from wlb.training.parallel.parallelize import Execution
 from wlb.training.preflight import CheckedJob
-from wlb.training.process import TrainingError, say
+from wlb.training.process import TrainingError
 from wlb.workload import hardware_preset
 from wlb.workload.flops import model_flops
 
@@ -72,16 +72,16 @@ class Reporter:
         sizes = ", ".join(f"{name} = {size}" for name, size in self._job.sizes.items())
         documents = number_of(len(self._checked.store), "document")
         longest = self._job.max_tokens // (self._job.layout.pool_size if self._job.levels_steps else 1)
-        say(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
+        tell(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
         if config.training.calibrate and not (
             self._job.levels_steps and self._job.layout.tp == 1 == self._job.layout.ep
         ):
-            say("wlb: note: training.calibrate needs level steps without tp and ep; it stays off here")
+            tell("wlb: note: training.calibrate needs level steps without tp and ep; it stays off here")
         if config.training.steps and self._first >= config.training.steps:
-            say(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
+            tell(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
         note = attention_note(execution.dtype, execution.device)
         for warning in filter(None, (note, tokenizer_warning(config.model, self._checked.store))):
-            say(warning)
+            tell(warning)
 
     def record(
         self,
@@ -126,11 +126,11 @@ class Reporter:
         self._summary |= {"last_step": step, "last_loss": outcome["loss"]}
         if loaded.loss_tokens == 0 and not self._unlabelled_reported:
             self._unlabelled_reported = True  # steps.jsonl has all further ones
-            say(
+            tell(
                 f"wlb: warning: step {step} has no labelled token among its {plan.tokens:,}, so its loss and gradients "
                 "are zero; look at the masks of its documents (metrics.document_ids)"
             )
-        say(live_line(row))
+        tell(live_line(row))
 
     def record_evaluation(self, step: int, evaluation: dict[str, Any]) -> None:
         """Record the result of ``Evaluator.run`` after ``step``."""
@@ -139,7 +139,7 @@ class Reporter:
         scored = {"loss": evaluation, **evaluation["buckets"]}
         shown = "  ".join(f"{name} {one['loss']:.4f}" for name, one in scored.items() if one["loss"] is not None)
         documents = number_of(evaluation["documents"], "document")
-        say(f"evaluation after step {step}  {documents}  {shown or 'loss nan'}  {evaluation['seconds']:.1f} s")
+        tell(f"evaluation after step {step}  {documents}  {shown or 'loss nan'}  {evaluation['seconds']:.1f} s")
 
     def finish(self) -> dict[str, Any]:
         """Close the files, print the summary of this run and where its files are, and return the summary."""
@@ -147,7 +147,7 @@ class Reporter:
         done, metrics, checkpoints = self._summary, self._config.metrics.dir, self._config.checkpoint.dir
         if done["steps"]:
             saved = f"checkpoints: {checkpoints}" if checkpoints else "no checkpoint.dir is set"
-            say(
+            tell(
                 f"trained to step {done['last_step']}: {done['tokens']:,} tokens in {done['seconds']:,.1f} s, "
                 f"{done['tokens'] / done['seconds']:,.0f} tokens/s; loss {done['last_loss']:.4f}\n"
                 f"metrics: {metrics}; {saved}\n{next_command('report', metrics)}"
@@ -174,7 +174,7 @@ class MetricsFiles:
         config.dir.mkdir(parents=True, exist_ok=True)
         for path in (config.dir / STEPS, config.dir / "evaluation.jsonl"):
             if note := continue_file(path, last_step):
-                say(note)
+                tell(note)
         self.evaluated = last_step_in(path)
         (config.dir / STEPS).open("a").close()
         if config.tensorboard:

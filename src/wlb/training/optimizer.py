@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from wlb.job.config import TrainingConfig
 from wlb.models.transformer import Transformer
-from wlb.training.parallel.pipeline import copies_of
 
 _FINAL_FRACTION = 0.1  # of the peak learning rate, at the end of the decay
 _DECAY_FRACTION = 0.2  # of all steps, the last ones, in which wsd decays
@@ -60,7 +59,7 @@ def _progress(step: int, first: float, last: int) -> float:
 
 
 @torch.no_grad()
-def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
+def clip_gradients(stages: Sequence[Transformer], largest: float) -> float:
     """Scale all gradients of the job so that their global 2-norm is at most ``largest``; 0 only measures.
 
     Every rank adds the squares of its shards of its stages. Returns the norm before clipping, the same on every rank.
@@ -77,12 +76,18 @@ def clip_gradients(stages: Sequence[nn.Module], largest: float) -> float:
     return norm
 
 
-def _share(stage: nn.Module, parameter: Tensor) -> float:
+def _share(stage: Transformer, parameter: Tensor) -> float:
     """The weight of this rank's part in the sum, so that parts which several ranks hold count once.
 
-    All tensor-parallel ranks hold the weights that they do not split, and several stages may hold a head or embedding.
+    All tensor-parallel ranks hold the weights that they do not split, and several stages may hold a head or a tied
+    embedding, which counts in the first stage only.
     """
-    copies = copies_of(stage, parameter) if isinstance(stage, Transformer) else 1
+    copies = 1
+    if any(parameter is weight for weight in stage.tied_VD):
+        if not stage.is_first:
+            return 0.0
+    elif stage.head is not None and any(parameter is weight for weight in stage.head.parameters()):
+        copies = stage.dealt_heads or 1
     if not isinstance(parameter, DTensor):
         return 1 / copies
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)

@@ -1,26 +1,22 @@
-"""What the process of a rank prints, and how it ends: it fails, or it is asked to end.
+"""How the process of a rank ends: it fails, or it is asked to end.
 
 A failure is reported once, by the launcher, in one line if possible. After SIGTERM, SIGHUP and Ctrl-C a rank finishes
 the step, saves it, and leaves within the grace time. A thread waits for the signals, so that neither a collective nor a
 long kernel in the main thread delays them.
-
-Training goes on without a console: lines are lost if a pipe or terminal was closed, or the disk of a log is full.
 """
 
-import errno
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 import traceback
-from typing import Any, NamedTuple, NoReturn, TextIO
+from typing import Any, NamedTuple, NoReturn
 
 from wlb.errors import UserError
-from wlb.terminal import wrapped
+from wlb.terminal import tell, write
 
 TERMINATED_STATUS = 128 + signal.SIGTERM  # as shells have it
-_NOBODY_READS = {errno.EPIPE, errno.EIO}  # the other end of the pipe or terminal is gone
 
 
 class TrainingError(RuntimeError):
@@ -47,30 +43,10 @@ class Ending(NamedTuple):
     restart: bool = False
 
 
-def say(line: str) -> None:
-    """Print ``line`` on stderr, unless it is empty."""
-    write(sys.stderr, f"{wrapped(line)}\n" if line else "")
-
-
 def flush() -> None:
     """Flush stdout and stderr, which a process that leaves with ``os._exit`` has to do itself."""
     write(sys.stdout, "")
     write(sys.stderr, "")
-
-
-def write(stream: TextIO | None, text: str) -> None:
-    """Write ``text``; raises ``OSError`` if there is no room for stdout, because its lines are results."""
-    try:
-        if stream is not None:  # None if it was closed when Python started
-            stream.write(text)
-            stream.flush()
-    except OSError as error:
-        if stream and error.errno in _NOBODY_READS:  # drop all that follows, or Python tries again at exit and fails
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
-        elif stream is sys.stdout:
-            raise
 
 
 def leave(error: BaseException) -> NoReturn:
@@ -91,9 +67,9 @@ def leave(error: BaseException) -> NoReturn:
 
             ErrorHandler().record_exception(error)
         elif status != TERMINATED_STATUS:
-            say(f"wlb: error: {error}" if status else "".join(traceback.format_exception(error)).rstrip())
+            tell(f"wlb: error: {error}" if status else "".join(traceback.format_exception(error)).rstrip())
         if status == TERMINATED_STATUS and os.environ.get("RANK", "0") == "0":
-            say(f"wlb: {error}")
+            tell(f"wlb: {error}")
         flush()
     finally:
         os._exit(status or 1)

@@ -29,14 +29,15 @@ from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
 from wlb.runtime.own_lists import own_micro_batches
 from wlb.runtime.steps import RankStep
-from wlb.training.checkpoint.checkpointer import Checkpointer, Progress
+from wlb.terminal import tell
+from wlb.training.checkpoint.checkpointer import Checkpointer
 from wlb.training.environment import joined_job
 from wlb.training.evaluation.evaluator import Evaluator
 from wlb.training.observe import Reporter, tracing
 from wlb.training.optimizer import clip_gradients, learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner
 from wlb.training.preflight import CheckedJob, check_job, check_shared, directories_of
-from wlb.training.process import Terminated, Termination, TrainingError, say
+from wlb.training.process import Terminated, Termination, TrainingError
 from wlb.training.rank_model import RankModel, build_model
 from wlb.training.stalls import stalls_named
 from wlb.training.steps import open_steps
@@ -71,16 +72,15 @@ class Trainer:
         runs = job.rank_micro_batches, model.execution, self.calibration
         self.runner = PipelineRunner(model.stages, job.layout, model.mesh, *runs)
         self.checkpointer = Checkpointer(config.checkpoint, checked.model, model.stages, model.optimizers)
-        progress = Progress(0, None)
+        self.step, state = 0, None
         if model.checkpoints:
-            progress = self.checkpointer.load(model.checkpoints)
+            self.step, state = self.checkpointer.load(model.checkpoints)
         elif config.model.pretrained is not None:
             PretrainedWeights(config.model.pretrained).load(*model.stages)
-        self.step = progress.step
         self.planned = open_steps(
             *(checked.store, job, training),
             share=model.share,
-            state=progress.loader,
+            state=state,
             calibration=self.calibration,
             asked_to_end=self.termination.asked.is_set,
         )
@@ -123,7 +123,7 @@ class Trainer:
                 self.step += 1
                 self._train_step(loaded)
                 if self.calibration is not None and self.calibration.end_step() and self.reporter:
-                    say(f"planning from now on with prices measured up to step {self.step}: {self.calibration}")
+                    tell(f"planning from now on with prices measured up to step {self.step}: {self.calibration}")
                 self._trained = self.planned.state_dict()
                 self._evaluate()  # before the checkpoint, so that a job which continues from it has it on record
                 if self.checkpointer.is_due(self.step):
@@ -164,7 +164,7 @@ class Trainer:
 
     def _save(self) -> None:
         with record_function("checkpoint"):
-            self.checkpointer.save(Progress(self.step, self._trained))
+            self.checkpointer.save(self.step, self._trained)
 
 
 def train_step(

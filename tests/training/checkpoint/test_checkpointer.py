@@ -32,7 +32,7 @@ from wlb.models.transformer import Transformer, TransformerConfig
 from wlb.training.checkpoint import checkpointer as checkpoint_module
 from wlb.training.checkpoint import files
 from wlb.training.checkpoint.checkpointer import Checkpointer
-from wlb.training.checkpoint.files import Progress, newest_checkpoint
+from wlb.training.checkpoint.files import newest_checkpoint
 from wlb.training.optimizer import build_optimizer
 from wlb.training.preflight import check_job
 from wlb.training.process import TrainingError
@@ -332,7 +332,7 @@ def checkpointers(directory: Path, *keep: int) -> tuple[list[Checkpointer], Tens
 def _save_while_weights_change(directory: Path) -> None:
     """Saves twice with nothing written until weights have changed, and reads both checkpoints back."""
     (checkpointer,), weight = checkpointers(directory, 9)
-    checkpointer.save(Progress(1, {}))  # the first one is waited for
+    checkpointer.save(1, {})  # the first one is waited for
     may_write, write_data = threading.Event(), checkpoint_module._Writer.write_data
 
     def waiting(*arguments: Any) -> Any:
@@ -347,11 +347,11 @@ def _save_while_weights_change(directory: Path) -> None:
         patch.setattr(checkpoint_module._Writer, "write_data", waiting)
         patch.setattr(checkpoint_module, "_CHECK_SECONDS", 0.01)  # ranks check on each other meanwhile
         weight.fill_(2.0)
-        checkpointer.save(Progress(2, {}))
+        checkpointer.save(2, {})
         weight.fill_(3.0)  # nothing is written yet
         assert [path.name for path in files.complete_checkpoints(directory)] == ["step-00000001"]
         threading.Timer(0.2, may_write.set).start()
-        checkpointer.save(Progress(3, {}))  # waits for the one before it
+        checkpointer.save(3, {})  # waits for the one before it
         assert files.complete_checkpoints(directory)[1].name == "step-00000002"
         weight.fill_(4.0)
         checkpointer.finish()
@@ -368,7 +368,7 @@ def _continue_beside_a_damaged_one(directory: Path) -> tuple[list[str], list[str
     before and after it has written."""
     (writing, continuing), _ = checkpointers(directory, 9, 1)
     for step in (1, 2, 6):
-        writing.save(Progress(step, {}))
+        writing.save(step, {})
         writing.finish()
     damage(files.checkpoint_path(directory, 6), "flipped")
     continuing.load(files.complete_checkpoints(directory))
@@ -376,12 +376,12 @@ def _continue_beside_a_damaged_one(directory: Path) -> tuple[list[str], list[str
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "publish", _full_disk)
-        patch.setattr(checkpoint_module, "say", said.append)
-        continuing.save(Progress(3, {}))
+        patch.setattr(checkpoint_module, "tell", said.append)
+        continuing.save(3, {})
         before = sorted(path.name for path in directory.iterdir() if not path.name.startswith(files.HIDDEN))
         with pytest.raises(TrainingError, match="No space left"):
             continuing.finish()
-    continuing.save(Progress(7, {}))
+    continuing.save(7, {})
     continuing.finish()
     return said, before, sorted(path.name for path in directory.iterdir())
 

@@ -23,7 +23,7 @@ def _train_by_clock(config: JobConfig, *seconds: float) -> list[str]:
     said: list[str] = []
     readings = count()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(observe, "say", said.append)
+        patch.setattr(observe, "tell", said.append)
         patch.setattr(clock, "thread_seconds", lambda: next(readings) * seconds[dist.get_rank()])
         trainer_of(config).run()
     return said

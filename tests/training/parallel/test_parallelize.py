@@ -24,7 +24,7 @@ from wlb.job.config import Checkpointing
 from wlb.models.experts import Routing
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer, TransformerConfig
-from wlb.runtime.batch import Batch, shard_batch
+from wlb.runtime.batch import Batch, RankSlice
 from wlb.schedules.layout import Layout
 from wlb.sharding import make_shard_plan
 from wlb.training.parallel.mesh import build_mesh
@@ -219,8 +219,7 @@ def _gradients(parallel: Layout, strategy: Checkpointing = "none") -> dict[str, 
             tokens = torch.arange(sum(segments)) * 7 % VOCABULARY
             positions = torch.cat([torch.arange(length) for length in segments])
             batch = Batch(tokens, tokens.roll(-1), positions, segments)
-            plan = make_shard_plan(segments, parallel.cp, "per_document")
-            batches.append(shard_batch(batch, plan, mesh.rank("cp"), parallel.tp, group=mesh.group("cp")))
+            batches.append(RankSlice(0, mesh.rank("cp"), parallel, "per_document", group=mesh.group("cp")).of(batch))
         by_chance = operations_by_chance(step, parallel.pp, parallel.virtual_pp, 4)
         found[f"loss of step {step}"] = runner.run_step(batches, 100, [by_chance] * parallel.dp)
     for stage in stages:

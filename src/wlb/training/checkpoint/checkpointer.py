@@ -26,9 +26,10 @@ from torch.optim import Optimizer
 from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
 from wlb.runtime.collectives import gathered
+from wlb.terminal import tell
 from wlb.training.checkpoint import files
-from wlb.training.checkpoint.files import Progress, check_model, model_record, newest_usable
-from wlb.training.process import HungError, TrainingError, say
+from wlb.training.checkpoint.files import check_model, model_record, newest_usable
+from wlb.training.process import HungError, TrainingError
 
 _LONGEST_WRITE = timedelta(hours=1)  # the longest time that a rank may write while the others wait, in the background
 _CHECK_SECONDS = 0.5  # how often ranks that wait check on each other
@@ -68,17 +69,17 @@ class Checkpointer:
     def is_due(self, step: int) -> bool:
         return self.enabled and step % self._config.every == 0
 
-    def save(self, progress: Progress) -> None:
-        """Start to write the checkpoint of ``progress.step`` once the one before is written; keep the newest ``keep``.
+    def save(self, step: int, loader: dict[str, Any]) -> None:
+        """Start to write the checkpoint of ``step`` once the one before is written; keep the newest ``keep``.
 
-        Returns when the job may train on. It waits for the first checkpoint, so that a job that can write none stops at
-        once. The next ``save`` or ``finish`` reports a failure: on stderr if another checkpoint is good, else as
-        ``TrainingError``.
+        ``loader`` is the loader's state after it. Returns when the job may train on. It waits for the first checkpoint,
+        so that a job that can write none stops at once. The next ``save`` or ``finish`` reports a failure: on stderr if
+        another checkpoint is good, else as ``TrainingError``.
         """
         assert self._config.dir is not None, "saving needs checkpoint.dir"
         self._wait()
-        checkpoint = files.checkpoint_path(self._config.dir, progress.step)
-        manifest = {"step": progress.step, "loader": progress.loader, "model": model_record(self._model)}
+        checkpoint = files.checkpoint_path(self._config.dir, step)
+        manifest = {"step": step, "loader": loader, "model": model_record(self._model)}
         writer, group, stager = _Writer(checkpoint, manifest), self._group, self._stager
         future = dcp.async_save(self._state(), storage_writer=writer, process_group=group, async_stager=stager)
         self._writing = checkpoint, cast(Future[Metadata], future)
@@ -91,17 +92,18 @@ class Checkpointer:
         if self._failure is not None:
             raise TrainingError(self._failure)
 
-    def load(self, candidates: list[Path]) -> Progress:
-        """Restore model and optimizers in place from the newest undamaged one of ``candidates``; returns its progress.
+    def load(self, candidates: list[Path]) -> tuple[int, dict[str, Any]]:
+        """Restore model and optimizers in place from the newest undamaged one of ``candidates``.
 
-        Newer ones are set aside. Raises ``UserError`` for another model, and if no checkpoint can be used.
+        Returns its step and the loader's state. Newer ones are set aside. Raises ``UserError`` for another model, and
+        if no checkpoint can be used.
         """
         self._good = checkpoint = newest_usable(candidates, self._load)
         assert checkpoint is not None, "there are candidates"
         for newer in candidates[candidates.index(checkpoint) + 1 :] if dist.get_rank() == 0 else ():
             files.set_aside(newer)
         manifest = files.read_manifest(checkpoint)
-        return Progress(manifest["step"], manifest["loader"])
+        return manifest["step"], manifest["loader"]
 
     def _state(self) -> dict[str, Any]:
         """Weights and moments by name, without the optimizers' settings, which the configuration sets on resume."""
@@ -122,7 +124,7 @@ class Checkpointer:
             except CheckpointException as error:  # on every rank
                 damage = _first_failure(error)
         if damage is not None and dist.get_rank() == 0:
-            say(f"wlb: warning: checkpoint {checkpoint} is damaged and not used: {damage}")
+            tell(f"wlb: warning: checkpoint {checkpoint} is damaged and not used: {damage}")
         return damage
 
     def _wait(self) -> None:
@@ -145,7 +147,7 @@ class Checkpointer:
         if self._good is None:
             raise TrainingError(self._failure)
         if dist.get_rank() == 0:
-            say(f"wlb: warning: {text}; the newest one is still {self._good.name}")
+            tell(f"wlb: warning: {text}; the newest one is still {self._good.name}")
 
 
 def _wait_together(work: Future[Any]) -> None:

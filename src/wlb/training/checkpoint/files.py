@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,6 @@ from wlb.token_count import parse_count
 MANIFEST = "manifest.json"
 HIDDEN = ".writing-"
 _PREFIX = "step-"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a job has got: steps trained, and the loader's state after them (None before the first)."""
-
-    step: int
-    loader: dict[str, Any] | None
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:

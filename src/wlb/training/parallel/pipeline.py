@@ -9,7 +9,6 @@ cannot change a gradient. Routers add losses of their own to the gradients (``wl
 accumulate over micro-batches and are summed over ranks once per step.
 """
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -167,11 +166,3 @@ def _add_other_end(mine: Tensor, group: dist.ProcessGroup | None) -> None:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     mine += others
-
-
-def copies_of(stage: Transformer, parameter: Tensor) -> float:
-    """The number of copies of ``parameter`` of ``stage``, or infinity if the first stage has it and this one copies."""
-    if any(parameter is weight for weight in stage.tied_VD):
-        return 1 if stage.is_first else math.inf
-    is_dealt = stage.head is not None and any(parameter is weight for weight in stage.head.parameters())
-    return stage.dealt_heads or 1 if is_dealt else 1

@@ -4,7 +4,7 @@ Tensor-parallel ranks split the projections of every block in pairs: the first b
 feed-forward layer), the second by its inputs. So a pair needs one all-gather of tokens before it and one reduce-scatter
 after it (Megatron-LM, arXiv 1909.08053, section 3; with tokens split in between, arXiv 2205.05198, section 4.2.2).
 Between the pairs, norms included, every rank holds an equal part of the tokens, so T must be a multiple of the group
-size; ``shard_batch`` sees to that. Routers see these parts, and experts are not split (``MixtureOfExperts``).
+size; ``RankSlice.of`` sees to that. Routers see these parts, and experts are not split (``MixtureOfExperts``).
 Embedding, head and the scores for the loss are split by vocabulary.
 """
 
@@ -65,10 +65,10 @@ def overlap_collectives(group: dist.ProcessGroup) -> None:
         enable_symm_mem_for_group(group.group_name)
 
 
-def _attention_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
+def _block_plan(block: Block, qk_norm: bool) -> dict[str, ParallelStyle]:
     # Norms of single heads run on this rank's heads; their weights are whole on every rank.
     head_norms = {f"attention.{name}": SequenceParallel(sequence_dim=1, use_local_output=True) for name in _HEAD_NORMS}
-    return {
+    plan: dict[str, ParallelStyle] = {
         **(head_norms if qk_norm else {}),
         "attention_norm": SequenceParallel(sequence_dim=0),
         "attention": _all_tokens(inputs=2),  # x, then rotation, which stays as it is
@@ -77,6 +77,11 @@ def _attention_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=_TOKENS),
     }
+    if not isinstance(block.feed_forward, MixtureOfExperts):
+        return plan | {"feed_forward_norm": SequenceParallel(sequence_dim=0)} | _feed_forward_plan("feed_forward")
+    of_parts = SequenceParallel(sequence_dim=0, use_local_output=True)
+    plan |= {"feed_forward_norm": of_parts, "feed_forward.router": of_parts}
+    return plan | (_feed_forward_plan("feed_forward.shared") if block.feed_forward.shared is not None else {})
 
 
 def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
@@ -86,15 +91,6 @@ def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
         f"{name}.w3": ColwiseParallel(),
         f"{name}.w2": RowwiseParallel(output_layouts=_TOKENS),
     }
-
-
-def _block_plan(block: Block, qk_norm: bool) -> dict[str, ParallelStyle]:
-    plan = _attention_plan(qk_norm)
-    if not isinstance(block.feed_forward, MixtureOfExperts):
-        return plan | {"feed_forward_norm": SequenceParallel(sequence_dim=0)} | _feed_forward_plan("feed_forward")
-    of_parts = SequenceParallel(sequence_dim=0, use_local_output=True)
-    plan |= {"feed_forward_norm": of_parts, "feed_forward.router": of_parts}
-    return plan | (_feed_forward_plan("feed_forward.shared") if block.feed_forward.shared is not None else {})
 
 
 def _all_tokens(inputs: int) -> PrepareModuleInput:
