@@ -28,7 +28,7 @@ from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
 from wlb.packing.plan import StepPlan
 from wlb.runtime.calibration import Calibration
-from wlb.runtime.own_lists import own_micro_batches
+from wlb.runtime.own_lists import own_batches
 from wlb.simulate import simulated_job
 from wlb.simulate.decide import decide
 from wlb.simulate.rate import simulate_steps
@@ -80,7 +80,7 @@ def measured(plans: Sequence[StepPlan], true: Job, noise: float, rng: np.random.
     of_ranks: list[list[tuple[float, float, float]]] = [[] for _ in range(true.layout.pool_size)]
     for plan in map(true.priced_as_run, plans):
         for rank, rows in enumerate(of_ranks):
-            for one in own_micro_batches(plan, 0, rank)[1:-1]:
+            for one in own_batches(plan, 0, rank, lambda part: part)[1:-1]:
                 if len(one.ranks) == 1:
                     d = np.array(one.lengths, np.float64)
                     rows.append((float((d**2).sum()), float(d.sum()), one.workload * np.exp(noise * rng.normal())))

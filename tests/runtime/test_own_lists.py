@@ -27,7 +27,7 @@ from wlb.integrations.huggingface import register_attention
 from wlb.integrations.packed import PackedSteps, packed_batches
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime import level_step, own_lists
-from wlb.runtime.own_lists import own_micro_batches, unsharded_bytes
+from wlb.runtime.own_lists import own_batches, unsharded_bytes
 
 RANDOM = np.random.default_rng(1)
 LENGTHS = [*RANDOM.integers(2, 40, 40), 256, 250, *RANDOM.integers(2, 40, 40)]
@@ -152,21 +152,23 @@ def test_a_killed_job_goes_on_to_the_same_weights(tmp_path):
         assert all(torch.equal(weights[name], resumed[name]) for name in weights)
 
 
+def own(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[MicroBatch]:
+    return [*own_batches(plan, dp_rank, cp_rank, lambda part: part)]
+
+
 def test_the_last_micro_batch_of_a_rank_is_the_last_of_all_that_share_it():
     def micro_batch(document: int, *ranks: int) -> MicroBatch:
         return MicroBatch((Segment(document, 0, 1),), 1.0, ranks)
 
     both, first, second = micro_batch(0, 0, 1), micro_batch(1, 0), micro_batch(2, 1)
     ends_shared = StepPlan(0, ((first, both),))
-    assert own_micro_batches(ends_shared, 0, 0) == [first, both]
-    assert own_micro_batches(ends_shared, 0, 1) == [both]
+    assert own(ends_shared, 0, 0) == [first, both]
+    assert own(ends_shared, 0, 1) == [both]
     one_goes_on = StepPlan(0, ((both, first),))
-    assert own_micro_batches(one_goes_on, 0, 0) == [both, first]
-    assert own_micro_batches(one_goes_on, 0, 1) == [both, MicroBatch((), 0.0, (1,))]
-    assert own_micro_batches(StepPlan(0, ((both, second),)), 0, 2) == [MicroBatch((), 0.0, (2,))]
-    assert own_micro_batches(StepPlan(0, ((MicroBatch((), 1.0),), (MicroBatch((), 2.0),))), 1, 0) == [
-        MicroBatch((), 2.0)
-    ]
+    assert own(one_goes_on, 0, 0) == [both, first]
+    assert own(one_goes_on, 0, 1) == [both, MicroBatch((), 0.0, (1,))]
+    assert own(StepPlan(0, ((both, second),)), 0, 2) == [MicroBatch((), 0.0, (2,))]
+    assert own(StepPlan(0, ((MicroBatch((), 1.0),), (MicroBatch((), 2.0),))), 1, 0) == [MicroBatch((), 2.0)]
 
 
 def net() -> Any:
@@ -348,7 +350,7 @@ def test_ranks_that_share_experts_run_the_same_micro_batches():
     lists = []
     for rank in range(4):
         steps = steps_of(dp=4, rank=rank, ep=2, model="qwen3-30b-a3b", max_length_factor=0.3)
-        mine = [own_micro_batches(plan, 0, rank) for plan in steps.plans()]
+        mine = [own(plan, 0, rank) for plan in steps.plans()]
         assert any(len(micro_batch.ranks) == 4 for of_step in mine for micro_batch in of_step)
         lists.append([[micro_batch.segments for micro_batch in of_step] for of_step in mine])
     assert lists[0] == lists[1] != lists[2] == lists[3]

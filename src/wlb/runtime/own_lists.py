@@ -5,7 +5,7 @@ micro-batches of long documents. So ranks synchronise in three places only: insi
 are gathered at the start of the step, and when gradients are reduced. FSDP2 reduces them after the last backward
 (``reduce_gradients``), because inside it a rank would wait in every layer for the ranks that are not there yet. DDP
 reduces them beside the last backward. Two rules prevent deadlocks. Ranks run the micro-batches that they share in the
-order of the plan, and the last micro-batch of a rank is the last of every rank that shares it (``own_micro_batches``).
+order of the plan, and the last micro-batch of a rank is the last of every rank that shares it (``own_batches``).
 
 This file and ``stage`` use private parts of FSDP2, the same in torch 2.11 to 2.14: the parameter groups of a module,
 ``post_backward`` of a group, which adds up gradients and reduces them, and the end of a backward of the root module.
@@ -31,7 +31,6 @@ from wlb.runtime.environment import set_up_gpu
 T = TypeVar("T")
 Measuring = Callable[[str, int], AbstractContextManager[object]]  # of (phase, micro-batch)
 
-
 _MEASURED = WeakSet[nn.Module]()  # models whose memory has been compared with that of the GPU
 _CHECKED = WeakSet[DistributedDataParallel]()  # whose first step was right
 
@@ -41,31 +40,23 @@ def names_ranks(plan: StepPlan) -> bool:
     return any(micro_batch.ranks for micro_batch in plan.micro_batches)
 
 
-def own_micro_batches(plan: StepPlan, dp_rank: int, cp_rank: int) -> list[MicroBatch]:
-    """The micro-batches of ``plan`` that a rank runs, in order.
+def own_batches(plan: StepPlan, dp_rank: int, cp_rank: int, read: Callable[[MicroBatch], T]) -> tuple[T, ...]:
+    """The result of ``read`` for each micro-batch of ``plan`` that a rank runs, in order; others are not read.
+
+    ``MicroBatch.ranks`` of the context-parallel group share one, and ``read`` returns the part of this rank.
 
     In a level step under DDP a rank reduces its gradients beside the backward of its last micro-batch, and a reduction
     waits for all other ranks. So no other rank may still need it. If its last micro-batch is not the last of all ranks
     that share it, the list ends with an empty micro-batch (``make_batch`` makes it a single unlabelled token). FSDP2
     reduces later, so ``in_turn`` leaves it out.
     """
-    micro_batches = plan.ranks[dp_rank]
-    if not names_ranks(plan):
-        return list(micro_batches)
-    mine = [micro_batch for micro_batch in micro_batches if cp_rank in micro_batch.ranks]
-    last = {rank: micro_batch for micro_batch in micro_batches for rank in micro_batch.ranks}
-    if not mine or any(last[rank] is not mine[-1] for rank in mine[-1].ranks):
-        mine.append(MicroBatch((), 0.0, (cp_rank,)))
-    return mine
-
-
-def own_batches(plan: StepPlan, dp_rank: int, cp_rank: int, read: Callable[[MicroBatch], T]) -> tuple[T, ...]:
-    """The result of ``read`` for each of ``own_micro_batches``; other micro-batches are not read.
-
-    ``read`` returns the part of this rank in a micro-batch, which ``MicroBatch.ranks`` of the context-parallel group
-    share.
-    """
-    return tuple(read(micro_batch) for micro_batch in own_micro_batches(plan, dp_rank, cp_rank))
+    mine = plan.ranks[dp_rank]
+    if names_ranks(plan):
+        last = {rank: micro_batch for micro_batch in mine for rank in micro_batch.ranks}
+        mine = tuple(micro_batch for micro_batch in mine if cp_rank in micro_batch.ranks)
+        if not mine or any(last[rank] is not mine[-1] for rank in mine[-1].ranks):
+            mine += (MicroBatch((), 0.0, (cp_rank,)),)
+    return tuple(map(read, mine))
 
 
 def level_step(
@@ -171,7 +162,7 @@ def in_turn(
             unit.set_reshard_after_forward(False, recurse=False)
         for handle in gather_weights(model):
             handle.wait()
-        if units and len(batches) > 1 and getattr(batches[-1], "is_empty", False):  # for DDP (``own_micro_batches``)
+        if units and len(batches) > 1 and getattr(batches[-1], "is_empty", False):  # for DDP (``own_batches``)
             batches = batches[:-1]
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1

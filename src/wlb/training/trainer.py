@@ -27,7 +27,7 @@ from wlb.packing.plan import StepPlan
 from wlb.runtime.batch import Batch
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered, gathered_rows, on_every_rank
-from wlb.runtime.own_lists import own_micro_batches
+from wlb.runtime.own_lists import own_batches
 from wlb.runtime.steps import RankStep
 from wlb.terminal import tell
 from wlb.training.checkpoint.checkpointer import Checkpointer
@@ -207,8 +207,9 @@ def of_all_ranks(loss_share: Tensor, seconds: float) -> tuple[float, NDArray[np.
 
 def _documents_to_blame(plan: StepPlan, model: RankModel, losses: Sequence[Tensor]) -> str:
     """The documents of micro-batches whose loss is not finite; ``losses`` are this rank's, if it ran the head."""
-    mine = zip(own_micro_batches(plan, model.share.dp_rank, model.share.cp_rank), losses, strict=False)
-    found = [segment.document for part, loss in mine if not torch.isfinite(loss) for segment in part.segments]
+    mine = own_batches(plan, model.share.dp_rank, model.share.cp_rank, lambda part: part.segments)
+    pairs = zip(mine, losses, strict=False)
+    found = [segment.document for segments, loss in pairs if not torch.isfinite(loss) for segment in segments]
     documents = {document for of_rank in gathered(found) for document in of_rank}
     if not documents:
         return "the loss of every micro-batch is finite"
