@@ -91,21 +91,17 @@ def context_parallel_attention(
 
     Every rank of the plan calls this with the same plan and its own tokens: the ones at
     ``shard_plan.positions(rank)`` of the packed micro-batch, in that order. A rank may hold no tokens. Outputs and
-    gradients equal those of ``segment_attention`` over the whole micro-batch.
+    gradients equal those of ``segment_attention`` over the whole micro-batch, which explains ``query``, ``key``,
+    ``value``, ``backend`` and ``window``.
 
     Args:
-        query: (local tokens, heads, head_dim).
-        key: (local tokens, kv_heads, head_dim); heads are grouped as in ``segment_attention``.
-        value: (local tokens, kv_heads, value_dim).
         shard_plan: Which rank holds which tokens.
         group: The context-parallel ranks, in the order of the plan; None is the default group. A plan for one rank
             needs no process group.
-        backend: A name in ``BACKENDS``, or ``auto`` for the fastest one that supports the query.
         cache: For activation checkpointing: a second call with the same object and the same tensors computes and
             exchanges nothing.
         reexchanges: Pass the same object to all layers of a stage that run this micro-batch, so that the backward
             exchanges keys and values again in time. Ignored where ``cache`` is given.
-        window: Each token attends this many tokens of its segment, up to and including itself; None is no limit.
         members: The ranks of ``group`` that the plan is for, in its order; all of them by default. The others need not
             call this. With NCCL every rank must have taken part in an earlier call of ``group``.
         sliced: For a plan whose first segment is a slice: the earlier slices in this layer, from
@@ -115,8 +111,7 @@ def context_parallel_attention(
         (local tokens, heads, value_dim), in the type of the query.
 
     Raises:
-        UserError: The back end does not exist, or does not support this device or type; or the first segment is a
-            slice and nothing keeps the slices before it.
+        UserError: As ``segment_attention``; or the first segment is a slice and nothing keeps the slices before it.
         ValueError: Tensors, plan and group do not fit together, or slices do not run forward in order and backward in
             reverse order.
     """

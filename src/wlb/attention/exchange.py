@@ -1,8 +1,7 @@
 """The K/V exchange: it sends keys and values to the ranks that attend them, and returns their gradients.
 
-Keys and values travel together, and only the tokens that the plan needs. A rank receives the keys before its last
-piece of a segment, where an all-gather would send the whole segment, and ranks may hold different numbers of tokens.
-Gradients travel back and are added rank after rank, so that the sum is rounded the same way every time.
+Keys and values travel together, and only the tokens that the plan needs, where an all-gather would send whole
+segments. Gradients travel back and are added rank after rank, so that the sum is rounded the same way every time.
 
 For a plan over a whole process group this is an all-to-all, which costs gloo half the CPU time of small messages. For a
 plan over some ranks of a group, these ranks send each other messages in one batch.

@@ -9,12 +9,9 @@ A rank keeps received keys and values for the backward where no rank receives mo
 (``ShardPlan.keeps_received``), so that the memory of a layer does not grow with the group. Otherwise the backward
 exchanges them again, for each layer while the layer above is computed (``KVReexchanges``).
 
-In a layer with a sliding window a rank waits for everything and then attends its own tokens and the few received ones
-in one call, because there is little to overlap. For the same reason it keeps what it received.
+In a layer with a sliding window a rank receives little, so it waits for everything first, and keeps it.
 
-A slice of a document keeps its keys and values for the slices after it. A later slice attends them while its own
-travel. In its backward it leaves their gradients for the earlier slice, which adds them to its own and to those that it
-returns (``wlb.attention.slices``).
+A slice of a document attends what earlier slices have kept while its own keys travel (``wlb.attention.slices``).
 """
 
 from collections.abc import Callable, Sequence
@@ -53,9 +50,8 @@ class AttentionResults(NamedTuple):
 class AttentionCache:
     """Keeps the results of one attention call, for activation checkpointing, which reruns a block before its backward.
 
-    Attention is most of that work at long context, and rerunning it would exchange keys and values once more, while its
-    output and log-sum-exp are two small tensors. So the first call stores them here and the second call reads them,
-    unless attention is ``computed_again`` as well.
+    Rerunning attention would exchange keys and values once more, while its output and log-sum-exp are two small
+    tensors. So the second call reads them here, unless attention is ``computed_again`` as well.
     """
 
     def __init__(self, *, computed_again: bool = False) -> None:

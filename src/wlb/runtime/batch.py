@@ -3,10 +3,7 @@
 Labels and positions come from the whole micro-batch. The label of the last token of a piece is the next token of its
 document, even if another rank holds that token. A piece that starts inside a segment continues the positions of the
 piece before it. So rotary angles and loss equal those without sharding, and the summed losses of the ranks add up to
-the loss of the micro-batch.
-
-Tensor-parallel ranks split these tokens evenly, so padding may follow. It has no label and no attention, and changes no
-result.
+the loss of the micro-batch. Padding has no label and no attention.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,11 +1,10 @@
 """The micro-batches of one rank, and the forward and backward passes over them.
 
-In a level step every rank runs its own number of micro-batches, and all finish together. Several ranks share the
-micro-batches of long documents. So ranks synchronise in three places only: inside a shared micro-batch, when weights
-are gathered at the start of the step, and when gradients are reduced. FSDP2 reduces them after the last backward
-(``reduce_gradients``), because inside it a rank would wait in every layer for the ranks that are not there yet. DDP
-reduces them beside the last backward. Two rules prevent deadlocks. Ranks run the micro-batches that they share in the
-order of the plan, and the last micro-batch of a rank is the last of every rank that shares it (``own_batches``).
+In a level step every rank runs its own number of micro-batches, and all finish together. Ranks synchronise in three
+places only: inside a micro-batch that they share, when weights are gathered at the start of the step, and when
+gradients are reduced. FSDP2 reduces them after the last backward, because inside it a rank would wait in every layer
+for the ranks that are not there yet; DDP beside the last backward. Two rules prevent deadlocks. Ranks run the
+micro-batches that they share in the order of the plan, and the last one of a rank is the last of all that share it.
 
 This file and ``stage`` use private parts of FSDP2, the same in torch 2.11 to 2.14: the parameter groups of a module,
 ``post_backward`` of a group, which adds up gradients and reduces them, and the end of a backward of the root module.
@@ -64,10 +63,9 @@ def level_step(
 ) -> Tensor:
     """Run forward and backward of the ``batches`` of this rank; accumulate gradients and reduce them once, at the end.
 
-    Every rank calls this once per step, with its own batches, and steps its optimizer afterwards. FSDP2 weights are
-    gathered at the start, and stay gathered until gradients are reduced, after the last backward. A parameter needs a
-    gradient on all ranks or on none. Under DDP the last batch of a rank must use every parameter that any batch used,
-    because its backward reduces the gradients.
+    Every rank calls this once per step, with its own batches, and steps its optimizer afterwards. FSDP2 weights stay
+    gathered for the whole step. A parameter needs a gradient on all ranks or on none. Under DDP the last batch of a
+    rank must use every parameter that any batch used, because its backward reduces the gradients.
 
     Args:
         model: Holds DDP (``DistributedDataParallel``, ``replicate``) or FSDP2 units (``fully_shard``).
@@ -218,8 +216,7 @@ def _check_reduced(module: DistributedDataParallel) -> None:
 def reduce_gradients(model: nn.Module) -> None:
     """Reduce the gradients that the FSDP2 units in ``model`` have accumulated, and free their gathered weights.
 
-    All ranks call it after their last backward. Until then a rank holds gradients of all its weights, in the type of
-    the reduction. Every parameter must have a gradient on all ranks or on none.
+    All ranks call it after their last backward. Until then a rank holds gradients of all its weights.
     """
     units = fsdp_units(model)
     for unit in units:

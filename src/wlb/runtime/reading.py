@@ -1,10 +1,6 @@
 """Reads the tokens of a planned micro-batch from a token store.
 
-``make_batch`` copies the tokens of each segment once into the packed tensor and sets labels and positions, without a
-Python loop over tokens.
-
-A plan numbers documents as ``epoch * documents_in_store + index_in_store``; functions here take the index modulo the
-size of the store.
+A plan numbers documents as ``epoch * documents_in_store + index_in_store``; the store has them by the index.
 """
 
 from collections.abc import Callable, Iterable, Sequence

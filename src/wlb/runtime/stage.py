@@ -2,8 +2,7 @@
 
 The stock ``PipelineStage`` learns one shape and allocates all its receive buffers for it. But every rank knows the plan
 of the step, and so the tokens of each micro-batch. ``PlannedStage`` makes each buffer in the size of its micro-batch
-when the runtime asks for the receive, and releases it when the runtime takes the data. It is constructed once and never
-re-initialised, which would clear accumulated gradients (NeMo Automodel #3530).
+when the runtime asks for the receive, and releases it when the runtime takes the data.
 
 A stage sends results as soon as they are computed. NCCL deadlocks unless two ranks order their messages alike
 (pytorch#172668), so every rank places sends and receives by the same order of the operations of all ranks.
@@ -263,8 +262,8 @@ def pipeline(
 ) -> Pipeline:
     """The stages of a rank, to run ``micro_batches`` per step; gradients of micro-batches are summed.
 
-    ``loss_fn`` takes the result of the last stage and the target of the micro-batch. Make a pipeline once: stages keep
-    gradients and messages from step to step.
+    ``loss_fn`` takes the result of the last stage and the target of the micro-batch. Make a pipeline once: a new one
+    would clear accumulated gradients (NeMo Automodel #3530).
 
     With ``deals_head`` the ``head_ranks`` have copies of the output head, and ``loss_fn`` runs this rank's on the
     stream that the last stage returns. The copy belongs to the module of the rank's first stage, under FSDP2 to its

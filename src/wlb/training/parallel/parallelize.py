@@ -119,13 +119,10 @@ def _compiled(forward: _BlockForward, backend: str) -> _BlockForward:
 def apply_activation_checkpointing(module: Transformer, kind: Checkpointing) -> None:
     """Make every block of ``module`` keep less between forward and backward; call it before ``shard_weights``.
 
-    Without it a block keeps everything its backward pass reads. Under ``full`` it keeps its input only and is computed
-    a second time right before its backward pass. Under ``keep_attention`` it also keeps the output of attention and its
-    log-sum-exp, so attention and the exchange of keys and values are not repeated (Korthikanti et al., arXiv
-    2205.05198, section 5, recompute attention instead, whose scores flash attention never stores). The attention
-    function must take ``cache`` as ``context_parallel_attention`` does. ``docs/simulation.md`` lists what each keeps.
-
-    Only the block's ``forward`` is replaced, so FSDP's and tensor-parallel hooks stay around it.
+    Under ``full`` it keeps its input only and is computed a second time right before its backward pass. Under
+    ``keep_attention`` it also keeps the results of attention (``AttentionCache``; Korthikanti et al., arXiv 2205.05198,
+    section 5, recompute attention instead, whose scores flash attention never stores). ``docs/simulation.md`` lists
+    what each keeps. Only the block's ``forward`` is replaced, so FSDP's and tensor-parallel hooks stay around it.
     """
     if kind == "none":
         return

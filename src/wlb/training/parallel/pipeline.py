@@ -1,12 +1,8 @@
 """Forward and backward of one optimizer step on this rank's stages.
 
-``PipelineRunner`` gets this rank's part of its data-parallel rank's micro-batches, the same on every pipeline rank.
-With one stage it runs them one after another. With several it follows the plan's operations, or the layout's schedule
-if the plan has none. Ranks named by micro-batches have lists of their own (``wlb.runtime.own_lists``).
-
-The loss is the cross entropy summed over labelled tokens, divided by those of the whole step, so packing and sharding
-cannot change a gradient. Routers add losses of their own to the gradients (``wlb.models.experts``). Gradients
-accumulate over micro-batches and are summed over ranks once per step.
+With one stage ``PipelineRunner`` runs micro-batches one after another. With several it follows the plan's operations,
+or the layout's schedule if the plan has none. Routers add losses of their own to the gradients
+(``wlb.models.experts``). Gradients accumulate over micro-batches and are summed over ranks once per step.
 """
 
 from collections.abc import Sequence
