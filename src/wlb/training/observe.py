@@ -7,7 +7,6 @@ resumed job removes the lines after its checkpoint, reading only the end, and a 
 import json
 import os
 from collections.abc import Iterator
-from itertools import takewhile
 from math import inf
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -173,9 +172,7 @@ class MetricsFiles:
         self._directory, self._tensorboard = config.dir, None
         config.dir.mkdir(parents=True, exist_ok=True)
         for path in (config.dir / STEPS, config.dir / "evaluation.jsonl"):
-            if note := continue_file(path, last_step):
-                tell(note)
-        self.evaluated = last_step_in(path)
+            self.evaluated = continue_file(path, last_step)
         (config.dir / STEPS).open("a").close()
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -211,35 +208,34 @@ def _scalars(row: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float
             yield prefix + name, value
 
 
-def continue_file(path: Path, last_step: int) -> str | None:
-    """Make ``path`` end with ``last_step``, or rename it for a new job (0); returns a note if it did anything."""
-    if not path.exists() or path.stat().st_size == 0:
-        return None
+def continue_file(path: Path, last_step: int) -> int:
+    """Make ``path`` end with ``last_step``, or rename it for a new job (0); returns the last step that it has, else 0.
+
+    A line that a killed writer cut short is removed with the later ones.
+    """
+    if not path.exists() or not (size := path.stat().st_size):
+        return 0
     if last_step == 0:
         aside = next(name for n in range(1, 10**6) if not (name := path.with_suffix(f".{n}.jsonl")).exists())
         os.replace(path, aside)
-        return f"metrics of an earlier run are now in {aside}"
-    later = [start for start, _ in takewhile(lambda line: line[1] > last_step, _lines_from_end(path))]
-    if not later:
-        return None
-    os.truncate(path, later[-1])
-    return f"{path} goes back to step {last_step}, later lines removed: {len(later)}"
-
-
-def last_step_in(path: Path) -> int:
-    """The step of the last whole line; 0 without one."""
-    return next((int(step) for _, step in _lines_from_end(path) if step < inf), 0)
-
-
-def _lines_from_end(path: Path) -> Iterator[tuple[int, float]]:
-    """The start of each line and its step, last line first; infinity for a line that a killed writer cut short."""
-    if not path.exists() or not (end := path.stat().st_size):
-        return
+        tell(f"metrics of an earlier run are now in {aside}")
+        return 0
+    end, later, step = size, 0, inf
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
         while end:
             start = content.rfind(b"\n", 0, end - 1) + 1
-            line, end = content[start:end], start
-            try:
-                yield start, int(json.loads(line)["step"]) if line.endswith(b"\n") else inf
-            except (ValueError, KeyError, TypeError):
-                yield start, inf
+            if (step := _step_of(content[start:end])) <= last_step:
+                break
+            end, later = start, later + 1
+    if later:
+        os.truncate(path, end)
+        tell(f"{path} goes back to step {last_step}, later lines removed: {later}")
+    return int(step) if end else 0
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a whole line, else infinity."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith(b"\n") else inf
+    except (ValueError, KeyError, TypeError):
+        return inf

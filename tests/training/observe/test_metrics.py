@@ -4,13 +4,15 @@ import json
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.job.config import MetricsConfig
-from wlb.training.observe import MetricsFiles, continue_file, last_step_in
+from wlb.training import observe
+from wlb.training.observe import MetricsFiles, continue_file
 from wlb.training.process import TrainingError
 
 ROW: dict[str, Any] = {
@@ -80,17 +82,18 @@ def test_a_file_ends_with_the_step_of_the_checkpoint(paddings, last_step, torn_o
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.jsonl"
         path.write_text(left)
-        note = continue_file(path, last_step)
+        with mock.patch.object(observe, "tell") as tell:
+            last = continue_file(path, last_step)
         expected = "".join(rows[:last_step])
         assert path.read_text() == expected
-        assert last_step_in(path) == min(last_step, len(rows))
-        assert (note is None) == (left == expected)
+        assert last == min(last_step, len(rows))
+        assert tell.called == (left != expected)
 
 
-def test_continuing_reads_the_end_of_a_long_file_only(tmp_path):
+def test_continuing_reads_the_end_of_a_long_file_only(tmp_path, capfd):
     path = tmp_path / "steps.jsonl"
     with path.open("wb") as file:
         file.seek(1 << 40)  # a hole: a terabyte that takes no space, and forever to read
         file.write(b'\n{"step": 7}\n{"step": 8}\n')
-    assert continue_file(path, 7) == f"{path} goes back to step 7, later lines removed: 1"
-    assert last_step_in(path) == 7
+    assert continue_file(path, 7) == 7
+    assert capfd.readouterr().err == f"{path} goes back to step 7, later lines removed: 1\n"
