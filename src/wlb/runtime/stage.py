@@ -59,8 +59,8 @@ class PlannedStage(PipelineStage):
         device: The device of the stage.
         dtype: The type of the stream.
         group: The pipeline ranks, in order; None is the default group.
-        measuring: A context around each forward and backward, called with "forward", "backward", or "head" for both of
-            a dealt head, and the micro-batch.
+        measuring: A context around each forward, loss and backward, called with "forward", "loss" or "backward", or for
+            all of a dealt head with "head", and the micro-batch.
     """
 
     loss_fn: LossFunction  # of the pipeline
@@ -132,7 +132,8 @@ class PlannedStage(PipelineStage):
         if fwd_chunk_id in self._heads:
             self._for_heads[fwd_chunk_id] = out.detach()
         if self.is_last:
-            self.losses[fwd_chunk_id] = self.loss_fn(out, self._targets[fwd_chunk_id])
+            with self._measuring("loss", fwd_chunk_id):
+                self.losses[fwd_chunk_id] = self.loss_fn(out, self._targets[fwd_chunk_id])
         return out
 
     def backward_one_chunk(self, bwd_chunk_id: int, loss: Tensor | None = None, *args: Any, **kwargs: Any) -> None:

@@ -103,20 +103,15 @@ class PlannedSteps(Iterator[PlannedStep]):
         ``changed`` are the kinds of settings that differ since the state. Without a state it begins anew.
         """
         self._planned_for = job
-        self._planner = StepPlanner(job, self._documents, first_epoch=self.first_epoch, **self._options)
+        self.planner = StepPlanner(job, self._documents, first_epoch=self.first_epoch, **self._options)
         if after is not None:
-            self._planner.load_state_dict(copy.deepcopy({**after}), packed_otherwise="packing" in changed)
-        self.before_next: Any = self._planner.state_dict() if changed or after is None else after
+            self.planner.load_state_dict(copy.deepcopy({**after}), packed_otherwise="packing" in changed)
+        self.before_next: Any = self.planner.state_dict() if changed or after is None else after
 
     def __next__(self) -> PlannedStep:
-        step = next(self._planner)
+        step = next(self.planner)
         self.before_next = step.state
         return step
-
-    @property
-    def overlong(self) -> OverlongReport:
-        """Counts of documents over the context window, among all documents read so far."""
-        return self._planner.overlong
 
     def state_dict(self, planner: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Everything needed to continue after the last returned step, as a JSON-serialisable copy.
@@ -138,7 +133,7 @@ class PlannedSteps(Iterator[PlannedStep]):
         planner, first_epoch = state["planner"], state["first_epoch"]
         last, epoch = first_epoch + (self._epochs or 0) - 1, planner["stream"]["epoch"]
         if self.stream is not None:
-            if _documents_taken(self._planner.state_dict()):
+            if _documents_taken(self.planner.state_dict()):
                 raise UserError("the stream has been read from already; open it again, and give the state with it")
             self.stream.read_again(_documents_taken(planner), state["digest"], waiting_in(planner))
         elif self._epochs is not None and epoch > last:
@@ -270,7 +265,7 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
     @property
     def overlong(self) -> OverlongReport:
         """Counts of documents over the context window, including those read for later steps."""
-        return self._planned.overlong
+        return self._planned.planner.overlong
 
     def plans(self) -> Iterator[StepPlan]:
         """The plans of the next steps, without taking a step; not for a stream, nor with ``ahead``."""

@@ -67,7 +67,11 @@ class PipelineRunner:
                 )
                 for chunk, module in enumerate(stage_modules)
             ]
-            loss_fn = self._loss_of_stream if layout.deals_head else self._measured_loss
+
+            def loss_fn(out: Tensor, target: tuple[Tensor, int]) -> Tensor:
+                scores_TV = stage_modules[0].scores(out) if layout.deals_head else out
+                return _LOSS(scores_TV, *target)
+
             self._pipeline = pipeline(stages, micro_batches, loss_fn, deals_head=layout.deals_head)
 
     def run_step(
@@ -99,7 +103,7 @@ class PipelineRunner:
         else:
             mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
             rows = [len(batch.tokens) // self._mesh.size("tp") for batch in batches]
-            targets = [(index, batch.labels, loss_tokens) for index, batch in enumerate(batches)]
+            targets = [(batch.labels, loss_tokens) for batch in batches]
             keywords = [*map(_keywords, batches, self.routed)]
             inputs = [batch.tokens for batch in batches], rows, keywords, targets
             losses = run_order(self._pipeline, mine, *inputs)
@@ -108,15 +112,6 @@ class PipelineRunner:
         # A new tensor every time, even without losses, because the caller may reduce it in place.
         nothing = torch.zeros((), dtype=master_dtype(self._execution.dtype), device=self._execution.device)
         return sum(self.losses, nothing) if self._mesh.rank("tp") == 0 else nothing  # the others computed the same
-
-    def _measured_loss(self, scores_TV: Tensor, target: tuple[int, Tensor, int]) -> Tensor:
-        micro_batch, labels, loss_tokens = target
-        with self.clock.measuring("loss", micro_batch):
-            return _LOSS(scores_TV, labels, loss_tokens)
-
-    def _loss_of_stream(self, x_TD: Tensor, target: tuple[int, Tensor, int]) -> Tensor:
-        _, labels, loss_tokens = target
-        return _LOSS(self._modules[0].scores(x_TD), labels, loss_tokens)
 
 
 def _keywords(batch: Batch, routing: Routing) -> dict[str, Any]:
