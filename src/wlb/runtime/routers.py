@@ -39,15 +39,8 @@ def counted(chosen: Tensor, experts: int) -> Tensor:
 class RouterLosses:
     """The losses of the softmax routers of a model in a loop of your own, with the shares of the last step as state.
 
-        routers = RouterLosses(experts_per_token=8)
-        for step in steps:
-            for batch in step.batches:
-                out = model(**batch, output_router_logits=True)
-                batch.loss(out.logits, router=routers.of(batch, out.router_logits)).backward()
-            optimizer.step()
-            routers.end_step()
-
     ``balance`` and ``z`` weigh the losses of a token in each layer. All processes of ``group`` call ``end_step``.
+    docs/experts.md has a loop.
     """
 
     def __init__(

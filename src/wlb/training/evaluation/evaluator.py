@@ -91,7 +91,7 @@ class Evaluator:
         for stage in self._model.stages:
             x = batch.tokens
             if not stage.is_first:
-                shape = len(batch.tokens) // mesh.size("tp"), stage.config.shape.hidden
+                shape = len(batch.tokens) // self._model.share.layout.tp, stage.config.shape.hidden
                 x = torch.empty(shape, dtype=self._model.execution.dtype, device=x.device)
                 dist.recv(x, group=group, group_src=(rank - 1) % ranks)
             out: Tensor = stage(x, batch.position_ids, batch.attention)

@@ -28,9 +28,6 @@ class JobMesh:
         """This process's rank in a dimension of ``work``."""
         return self.work.get_local_rank(dimension)
 
-    def size(self, dimension: str) -> int:
-        return self.work[dimension].size()
-
     def group(self, dimension: str) -> dist.ProcessGroup:
         """The processes that differ from this one in ``dimension`` only."""
         return self.work.get_group(dimension)

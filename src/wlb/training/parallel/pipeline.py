@@ -102,7 +102,7 @@ class PipelineRunner:
             losses = run_batches(module, batches, loss_of, keep_weights=kept, **how)
         else:
             mine = operations[self._mesh.rank("dp")] if operations else self._layout.operations(len(batches))
-            rows = [len(batch.tokens) // self._mesh.size("tp") for batch in batches]
+            rows = [len(batch.tokens) // self._layout.tp for batch in batches]
             targets = [(batch.labels, loss_tokens) for batch in batches]
             keywords = [*map(_keywords, batches, self.routed)]
             inputs = [batch.tokens for batch in batches], rows, keywords, targets
