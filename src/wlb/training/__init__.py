@@ -7,7 +7,7 @@ statuses. Read in this order:
 2. ``preflight.py`` decides the job and checks everything before it starts; ``dry_run.py`` does the same alone.
 3. ``trainer.py``: ``Trainer.steps`` from top to bottom, and ``train_step``. ``steps.py`` opens its ``RankSteps``.
 4. ``rank_model.py``, ``parallel/``: the model of a rank, and forward and backward of a step (``pipeline.py``).
-5. ``optimizer.py``, ``checkpoint/`` and ``evaluation/``; ``observe.py`` reports; ``stalls.py`` names ranks that
+5. ``optimizer.py``, ``checkpoint/`` and ``evaluation.py``; ``observe.py`` reports; ``stalls.py`` names ranks that
    hang.
 
 What you may touch: anything that keeps ``tests/training/test_equivalence.py`` and ``test_steps_equivalence.py``. What

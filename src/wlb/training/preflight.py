@@ -8,24 +8,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from wlb.documents.order import DocumentStream
+from wlb.documents.order import DocumentStream, check_trainable
+from wlb.documents.segments import split_overlong
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError, require
 from wlb.files import open_locked
-from wlb.job.config import JobConfig
+from wlb.job.config import DataConfig, EvaluationConfig, JobConfig
 from wlb.job.job import USABLE_SHARE, Job, MemoryLimit, limit_of_gpu
 from wlb.job.memory.fit import too_large
 from wlb.models.huggingface.weights import PretrainedWeights
 from wlb.models.transformer import TransformerConfig
 from wlb.os_limits import usable_memory
 from wlb.runtime.collectives import gathered
+from wlb.runtime.reading import labels_of_segments
 from wlb.runtime.steps import check_settings, digest_of, saved_settings
 from wlb.simulate.decide import decide
 from wlb.training.checkpoint.files import check_model, newest_checkpoint, read_manifest
 from wlb.training.environment import device_type, hardware_name, trained_model
-from wlb.training.evaluation.held_out import check_evaluation
 from wlb.training.process import TrainingError
 from wlb.training.steps import CHECKS, data_settings
 
@@ -110,6 +113,33 @@ def checked(
     job = tried(lambda: decide(job, lengths)) or decide(job.with_length_factor(job.least_length_factor), lengths)
     tried(lambda: _check_memory(job, resumes=saved is not None))
     return CheckedJob(config, job, model, store, saved)
+
+
+def check_evaluation(evaluation: EvaluationConfig, data: DataConfig, trained: TokenStore, vocab_size: int) -> None:
+    """Raise ``UserError`` for documents that a model of ``vocab_size``, trained on ``trained``, cannot score."""
+    if evaluation.store is None:
+        return
+    store = TokenStore.open(evaluation.store)
+    if store.vocab_size is not None and store.vocab_size > vocab_size:
+        raise UserError(
+            f"evaluation.store {store.prefix} has a vocabulary of {store.vocab_size}, but the model has {vocab_size}; "
+            "prepare both stores with the same tokenizer"
+        )
+    if store.tokenizer and trained.tokenizer and store.tokenizer_identity != trained.tokenizer_identity:
+        raise UserError(
+            f"evaluation.store {store.prefix} was prepared with another tokenizer than {trained.prefix} of [data]; "
+            "prepare both with the same"
+        )
+    if not labels_of_segments(held_out_segments(store, evaluation, data), store).any():
+        raise UserError(f"evaluation.store {store.prefix} has no labels, so it has no loss; prepare it again")
+
+
+def held_out_segments(store: TokenStore, evaluation: EvaluationConfig, data: DataConfig) -> NDArray[np.int64]:
+    """The segments that an evaluation scores; documents longer than the context window are cut as in training."""
+    lengths = store.lengths_of(np.arange(min(len(store), evaluation.documents or len(store))))
+    check_trainable(lengths, data.changed(store=evaluation.store, mixture=()))
+    whole = np.stack([np.arange(len(lengths)), np.zeros_like(lengths), lengths], axis=1)[lengths > 0]
+    return split_overlong(whole, data.context_window, data.overlong)[0]
 
 
 def _saved_loader_state(config: JobConfig, model: TransformerConfig) -> dict[str, Any] | None:

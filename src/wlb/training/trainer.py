@@ -32,7 +32,7 @@ from wlb.runtime.steps import RankStep
 from wlb.terminal import tell
 from wlb.training.checkpoint.checkpointer import Checkpointer
 from wlb.training.environment import joined_job
-from wlb.training.evaluation.evaluator import Evaluator
+from wlb.training.evaluation import Evaluator
 from wlb.training.observe import Reporter, tracing
 from wlb.training.optimizer import clip_gradients, learning_rate
 from wlb.training.parallel.pipeline import PipelineRunner

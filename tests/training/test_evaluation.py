@@ -23,8 +23,7 @@ from wlb.models.configured_model import configured_model
 from wlb.models.initialise import initialise_weights
 from wlb.models.transformer import Transformer
 from wlb.runtime import loss
-from wlb.training.evaluation.evaluator import Evaluator
-from wlb.training.evaluation.held_out import HeldOut
+from wlb.training.evaluation import Evaluator, HeldOut
 from wlb.training.preflight import check_job
 from wlb.training.process import Terminated
 from wlb.training.rank_model import build_model

@@ -1,26 +1,71 @@
 """The loss on held-out documents, in every layout, from forward passes that change no training state.
 
-Ranks of the last stage sum the losses of tokens in float64, separately for every bucket of documents of similar length
-(``held_out``); then all ranks add their sums. So the layout changes the result only by rounding.
+Every document of ``evaluation.store`` is scored once, in micro-batches that are balanced by the job's own prices, the
+same at every step. Ranks of the last stage sum the losses of tokens in float64, separately for every bucket of
+documents of similar length; then all ranks add their sums. So the layout changes the result only by rounding.
 """
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count, pairwise, takewhile
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.profiler import record_function
 
+from wlb.documents.store.reader import TokenStore
+from wlb.job.config import EvaluationConfig
+from wlb.job.job import Job
+from wlb.packing.arrange import arrange
 from wlb.packing.plan import MicroBatch
+from wlb.packing.registry import make_packer
 from wlb.runtime.batch import Batch
 from wlb.runtime.collectives import gathered, gathered_rows
 from wlb.runtime.loss import IGNORE_LABEL, token_losses
 from wlb.runtime.own_lists import fsdp_units
 from wlb.runtime.reading import read_batch
-from wlb.training.evaluation.held_out import HeldOut
+from wlb.training.preflight import held_out_segments
 from wlb.training.rank_model import RankModel
+
+
+class HeldOut:
+    """The held-out documents of a job, packed by its prices into ``plans`` for the data-parallel ranks.
+
+    ``buckets`` names ranges of document lengths that end at 256, 1,024, 4,096, ... tokens, up to the context window.
+    Raises ``UserError`` if there is nothing to score.
+    """
+
+    def __init__(self, evaluation: EvaluationConfig, job: Job) -> None:
+        assert evaluation.store is not None, "evaluating needs evaluation.store"
+        self.store = TokenStore.open(evaluation.store)
+        segments, window = held_out_segments(self.store, evaluation, job.data), job.context_window
+        packed_by: dict[str, Any] = {"micro_batches": job.step_micro_batches, "workload": job.packing_prices}
+        packer = make_packer("fixed_greedy", context_window=window, **packed_by)
+        self.plans = [arrange(p, job.layout.pools, order="arrival") for p in packer.plan(segments) + packer.drain()]
+        self._boundaries = [256, *takewhile(lambda length: length <= window, (4**power for power in count(5)))]
+        self.buckets = [f"{start}-{stop - 1}" for start, stop in pairwise([1, *self._boundaries])]
+        self.buckets.append(f"{self._boundaries[-1]}+")
+
+    def buckets_of(self, micro_batch: MicroBatch) -> NDArray[np.int64]:
+        """The bucket of every token of a micro-batch, (tokens,); a micro-batch without segments has one token."""
+        documents = np.array([segment.document for segment in micro_batch.segments], np.int64)
+        if not len(documents):
+            return np.zeros(1, np.int64)
+        buckets = np.searchsorted(self._boundaries, self.store.lengths_of(documents), side="right")
+        return np.repeat(buckets, micro_batch.lengths)
+
+    def result(self, losses: Sequence[float], labels: Sequence[float]) -> dict[str, Any]:
+        """The row of evaluation.jsonl from summed ``losses`` and numbers of ``labels`` per bucket; no mean is None."""
+        sums = zip([math.fsum(losses), *losses], [sum(labels), *labels], strict=True)
+        means = [{"loss": s / n if n and math.isfinite(s) else None, "tokens": int(n)} for s, n in sums]
+        documents = {segment.document for plan in self.plans for segment in plan.segments}
+        of_buckets = dict(zip(self.buckets, means[1:], strict=True))
+        return means[0] | {"documents": len(documents), "buckets": of_buckets}
 
 
 class Evaluator:
