@@ -30,6 +30,7 @@ from wlb.workload import ModelShape
 # Takes query (T, H, E), key and value (T, G, E), returns (T, H, E); causal, inside segments. Layers with a sliding
 # window pass the keyword ``window``, the number of tokens that each one attends to, including itself.
 Attend = Callable[..., Tensor]
+Rotation = tuple[Tensor, Tensor]  # cosine and sine of the rotary angles of tokens, (T, 1, E), equal for both halves
 
 
 @dataclass(frozen=True)
@@ -113,11 +114,8 @@ class Transformer(nn.Module):
         Returns:
             Scores (T, V) if this stage ends with the head, else the residual stream (T, D).
         """
-        config = self.config
         x_TD: Tensor = self.embedding(x) if self.is_first and self.embedding is not None else x
-        rotation = rotary_angles(
-            positions_T, config.shape.head_dim, config.rope_theta, x_TD.dtype, scaling=config.rope_scaling
-        )
+        rotation = rotary_angles(positions_T, self.config, x_TD.dtype)
         for block in self.layers.values():
             x_TD = block(x_TD, rotation, attend, routing)
         return self.scores(x_TD) if self.ends_with_head else x_TD
@@ -152,7 +150,7 @@ class Block(nn.Module):
             shared = FeedForward(shape.hidden, columns) if columns else None
             self.feed_forward = MixtureOfExperts(shape.hidden, shape.experts, config.router, layer, shared)
 
-    def forward(self, x_TD: Tensor, rotation: "Rotation", attend: Attend, routing: Routing | None = None) -> Tensor:
+    def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend, routing: Routing | None = None) -> Tensor:
         # The graphs of torch.compile break at ``attend``. Called in ``attention``, it would also part that module's
         # products from the tensor-parallel collective before them, and these could not overlap.
         window = {} if self.window is None else {"window": self.window}
@@ -179,7 +177,7 @@ class Attention(nn.Module):
         )
         self.wo = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=config.o_bias)
 
-    def forward(self, x_TD: Tensor, rotation: "Rotation") -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value of this rank's heads, ready for attention; with ``qk_norm`` from normalised q and k."""
         # -1 rather than the head counts: a tensor-parallel rank holds only some of the heads.
         q_THE = self.q_norm(self.wq(x_TD).unflatten(-1, (-1, self.head_dim)))
@@ -223,22 +221,13 @@ class TiedOutput(nn.Module):
         return F.linear(x_TD, embedding_VD)
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """Cosine and sine of every token's rotary angles, (T, 1, E), equal for both halves of a head."""
-
-    cos_T1E: Tensor
-    sin_T1E: Tensor
-
-
-def rotary_angles(
-    positions_T: Tensor, head_dim: int, theta: float, dtype: torch.dtype, *, scaling: RopeScalingConfig | None = None
-) -> Rotation:
+def rotary_angles(positions_T: Tensor, config: TransformerConfig, dtype: torch.dtype) -> Rotation:
     """Rotary position angles (RoFormer, arXiv 2104.09864, section 3.2.2), pairing dimension e with e + E/2.
 
     Computed in float64 for every ``dtype``, because at position 100,000 a float32 angle is off by about 0.004. YaRN
     also scales cosine and sine, and so the attention scores.
     """
+    head_dim, theta, scaling = config.shape.head_dim, config.rope_theta, config.rope_scaling
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions_T.device) / head_dim
     frequencies = theta**-exponents
     length = 1.0
@@ -252,13 +241,13 @@ def rotary_angles(
             length = scaling.attention_factor or 0.1 * math.log(max(1.0, scaling.factor)) + 1.0  # section 3.4
     angles_TE = (positions_T[:, None] * frequencies).repeat(1, 2)
     cos_TE, sin_TE = angles_TE.cos() * length, angles_TE.sin() * length
-    return Rotation(cos_TE.to(dtype)[:, None], sin_TE.to(dtype)[:, None])
+    return cos_TE.to(dtype)[:, None], sin_TE.to(dtype)[:, None]
 
 
 def rotate(x_THE: Tensor, rotation: Rotation) -> Tensor:
     """Rotate every head's pairs of dimensions by the token's angles."""
-    first, second = x_THE.chunk(2, dim=-1)
-    return x_THE * rotation.cos_T1E + torch.cat((-second, first), dim=-1) * rotation.sin_T1E
+    (cos_T1E, sin_T1E), (first, second) = rotation, x_THE.chunk(2, dim=-1)
+    return x_THE * cos_T1E + torch.cat((-second, first), dim=-1) * sin_T1E
 
 
 def _stretched(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:

@@ -48,7 +48,7 @@ class Workbench:
         if self._backend is reference:
             raise UserError(f"flash attention on {device.type} does not support dtype {dtype}; choose another --dtype")
         config = TransformerConfig(shape)
-        self._rotation = partial(rotary_angles, head_dim=shape.head_dim, theta=config.rope_theta, dtype=dtype)
+        self._rotation = partial(rotary_angles, config=config, dtype=dtype)
         self._positions = torch.arange(max_tokens, device=device)
         self._block, self._head = Block(config), Head(config)
         self._embedding = nn.Embedding(shape.vocab_size, shape.hidden)

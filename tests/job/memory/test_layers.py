@@ -63,7 +63,7 @@ def measure(run, grad: Tensor | None = None) -> Measured:
 def measure_block(dtype: torch.dtype, strategy: Checkpointing, shape: ModelShape = SHAPE) -> Measured:
     module = model(dtype, strategy, shape)
     x = torch.randn(ROWS, SHAPE.hidden, dtype=dtype).requires_grad_()
-    rotation = rotary_angles(torch.arange(ROWS), SHAPE.head_dim, 1e4, dtype)
+    rotation = rotary_angles(torch.arange(ROWS), TransformerConfig(SHAPE), dtype)
     attend = ShardedAttention(ROWS, make_shard_plan(TOKENS, 1, "per_sequence"), None)
     return measure(
         lambda: module.layers["0"](x, rotation, attend, Routing(ROWS, balance=0.1, z=0.1)), torch.ones_like(x)
