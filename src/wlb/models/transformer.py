@@ -232,12 +232,18 @@ def rotary_angles(positions_T: Tensor, config: TransformerConfig, dtype: torch.d
     frequencies = theta**-exponents
     length = 1.0
     if scaling is not None:
-        if scaling.rope_type == "llama3":
-            frequencies = _stretched(frequencies, scaling)
-        elif scaling.rope_type == "linear":
-            frequencies = frequencies / scaling.factor
-        else:
-            frequencies = _yarn(frequencies, scaling, theta)
+        divided = frequencies / scaling.factor
+        if scaling.rope_type == "linear":
+            frequencies = divided
+        elif scaling.rope_type == "llama3":
+            turns = frequencies * scaling.original_max_position_embeddings / (2 * math.pi)
+            kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+            frequencies = torch.lerp(divided, frequencies, kept.clamp(0.0, 1.0))
+        else:  # YaRN (arXiv 2309.00071, section 3.2): keep fast frequencies, divide slow ones, and ramp in between
+            first, last = _yarn_ramp(scaling, theta, len(frequencies))
+            pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
+            slow = ((pairs - first) / (last - first or 1e-3)).clamp(0.0, 1.0)
+            frequencies = torch.lerp(frequencies, divided, slow)
             length = scaling.attention_factor or 0.1 * math.log(max(1.0, scaling.factor)) + 1.0  # section 3.4
     angles_TE = (positions_T[:, None] * frequencies).repeat(1, 2)
     cos_TE, sin_TE = angles_TE.cos() * length, angles_TE.sin() * length
@@ -248,12 +254,6 @@ def rotate(x_THE: Tensor, rotation: Rotation) -> Tensor:
     """Rotate every head's pairs of dimensions by the token's angles."""
     (cos_T1E, sin_T1E), (first, second) = rotation, x_THE.chunk(2, dim=-1)
     return x_THE * cos_T1E + torch.cat((-second, first), dim=-1) * sin_T1E
-
-
-def _stretched(frequencies: Tensor, scaling: RopeScalingConfig) -> Tensor:
-    turns = frequencies * scaling.original_max_position_embeddings / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return torch.lerp(frequencies / scaling.factor, frequencies, kept.clamp(0.0, 1.0))
 
 
 def _yarn_ramp(scaling: RopeScalingConfig, theta: float, pairs: int) -> tuple[float, float]:
@@ -277,11 +277,3 @@ def _yarn_ramp(scaling: RopeScalingConfig, theta: float, pairs: int) -> tuple[fl
             f"of {context} tokens has no ramp over the frequencies of rope_theta = {theta:g}; correct them"
         )
     return first, last
-
-
-def _yarn(frequencies: Tensor, scaling: RopeScalingConfig, theta: float) -> Tensor:
-    """YaRN (arXiv 2309.00071, section 3.2): keep fast frequencies, divide slow ones, and ramp in between."""
-    first, last = _yarn_ramp(scaling, theta, len(frequencies))
-    pairs = torch.arange(len(frequencies), dtype=frequencies.dtype, device=frequencies.device)
-    divided = ((pairs - first) / (last - first or 1e-3)).clamp(0.0, 1.0)
-    return torch.lerp(frequencies, frequencies / scaling.factor, divided)
