@@ -40,6 +40,12 @@ WORDS = [word for option in OPTIONS.items() for word in option]
 GREEN, RED = (0x1B, 0x9E, 0x6B), (0xD6, 0x45, 0x45)
 
 
+@pytest.fixture(autouse=True)
+def own_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streamlit leaves its script in place of ``__main__``, which all processes forked later would import."""
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+
 def shown(**chosen: Any) -> Any:
     """The page after it has answered, with what is ``chosen`` in its address."""
     page = testing.AppTest.from_file(Path(wlb_studies.__file__).with_name("page.py"), default_timeout=HUNG_SECONDS)
