@@ -21,7 +21,7 @@ from wlb.packing.plan import StepPlan
 from wlb.sharding import make_shard_plan
 from wlb.simulate import SimulationResult, simulate, simulated_job
 from wlb.simulate.decide import decide
-from wlb.simulate.job import NAMED_JOBS, PAPER_JOBS
+from wlb_studies.paper.jobs import ALL_JOBS, PAPER_JOBS
 
 Row = dict[str, Any]
 TWO_STAGES: Row = {"virtual_pp": 2}
@@ -60,7 +60,7 @@ def mesh_job(window: int, system: str, model: str = "llama3-8b", **settings: Any
 JOBS: dict[str, Callable[[str], Job]] = {
     **{f"llama3-8b, {window // 1024}K": partial(mesh_job, window) for window in MESHES},
     "7b, 128K": partial(mesh_job, 131_072, model="7b"),  # whose key and value heads are not grouped
-    "405b-128k": partial(NAMED_JOBS["405b-128k"].under, **TWO_STAGES),
+    "405b-128k": partial(ALL_JOBS["405b-128k"].under, **TWO_STAGES),
 }
 
 
@@ -84,7 +84,7 @@ def paper_jobs(steps: int) -> list[Row]:
 
 def planning(turns: int) -> list[Row]:
     """Milliseconds of a step on 256 and on 8,192 GPUs, and their part of the step's simulated seconds."""
-    largest = NAMED_JOBS["405b-128k"].under("balanced", **TWO_STAGES)
+    largest = ALL_JOBS["405b-128k"].under("balanced", **TWO_STAGES)
     jobs = {"256 GPUs": mesh_job(131_072, "balanced"), "8,192 GPUs": largest}
     rows = []
     for name, undecided in jobs.items():

@@ -20,7 +20,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.job.config import PRESETS
 from wlb.job.planner import StepPlanner
 from wlb.simulate.decide import decide
-from wlb.simulate.job import NAMED_JOBS
+from wlb_studies.paper.jobs import ALL_JOBS
 
 Row = dict[str, Any]
 _COLUMNS = {
@@ -38,7 +38,7 @@ _COLUMNS = {
 
 def steps_of(preset: str, options: argparse.Namespace, lengths: NDArray[np.int64]) -> Row:
     """Of some steps: tokens over a global batch, mean delay in steps, and shares of tokens by where they come from."""
-    job = decide(NAMED_JOBS[options.job].under(preset, micro_batches=options.micro_batches), lengths)
+    job = decide(ALL_JOBS[options.job].under(preset, micro_batches=options.micro_batches), lengths)
     plans = [*islice(StepPlanner(job, lengths).plans(), options.steps)]
     tokens = np.array([plan.tokens for plan in plans])
     whole = np.minimum(lengths, job.context_window)
@@ -67,12 +67,12 @@ def steps_of(preset: str, options: argparse.Namespace, lengths: NDArray[np.int64
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table, and write it as JSON."""
     parser = make_parser(__doc__)
-    parser.add_argument("--job", choices=NAMED_JOBS, default="7b-128k")
+    parser.add_argument("--job", choices=ALL_JOBS, default="7b-128k")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--micro-batches", type=int, help="of each data-parallel rank; default: the job's")
     parser.add_argument("--lengths", help="as for wlb check; default: 100,000 synthetic ones of the job's window")
     options = parser.parse_args(arguments)
-    window = NAMED_JOBS[options.job].context_window
+    window = ALL_JOBS[options.job].context_window
     lengths = read_lengths(options.lengths or f"synthetic:100000:{window}:0")
     rows = [steps_of(preset, options, lengths) for preset in PRESETS]
     show(f"{options.steps} steps of {options.job}", rows, _COLUMNS)

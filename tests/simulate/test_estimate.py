@@ -99,9 +99,9 @@ def test_the_configuration_of_a_store_names_it_and_has_its_vocabulary(tmp_path: 
             writer.add(np.zeros(4096, np.int64))
     lengths = np.full(9, 4096)
     space = search_space("tiny", 2, 4096, lengths, batch_tokens=2 * 4096, source=store)
-    job = fastest(space, BALANCED, lengths).job
+    job = fastest(space, BALANCED, lengths)
     path = tmp_path / "job.toml"
-    path.write_text(config_of(BALANCED, job, fastest(space, BASELINE, lengths).job, "tiny", store), encoding="utf-8")
+    path.write_text(config_of(BALANCED, job, fastest(space, BASELINE, lengths), "tiny", store), encoding="utf-8")
     config = load_config(path)
     assert (config.preset, str(config.data.store), config.data.context_window) == (BALANCED, store, 4096)
     assert config.model.vocab_size == job.shape.vocab_size == 33_024

@@ -8,13 +8,12 @@ import pytest
 
 from tests.simulate.jobs import SHAPE, WINDOW, job
 from wlb.errors import UserError
-from wlb.job.config import PRESETS, JobConfig
+from wlb.job.config import JobConfig
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits, too_large
 from wlb.schedules.layout import Layout
 from wlb.simulate import simulated_job
 from wlb.simulate.decide import decide
-from wlb.simulate.job import NAMED_JOBS
 from wlb.workload import hardware_preset, model_shape
 
 H100 = hardware_preset("h100")
@@ -53,14 +52,6 @@ def test_the_length_factor_is_what_memory_allows():
         decide(Job.from_config(config, replace(H100, memory_bytes=1e9)), NO_LENGTHS)
     little = configuration(model={"name": "550m"}, training={"memory_gib": 1.0})
     assert too_large(Job.from_config(little)) is not None  # as the trainer says
-
-
-@pytest.mark.parametrize("name", sorted(NAMED_JOBS))
-@pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_named_jobs_can_run(name, preset):
-    simulated = NAMED_JOBS[name].under(preset)
-    assert simulated.layout.world_size == NAMED_JOBS[name].layout.world_size
-    assert simulated.packing.global_batch == simulated.layout.pp * simulated.layout.dp
 
 
 def test_key_value_heads_are_replicated_where_ranks_are_more():

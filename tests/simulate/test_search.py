@@ -100,7 +100,7 @@ def test_no_step_takes_less_than_the_bound(preset: str):
 
 def test_ranks_share_a_dealt_head_in_the_bound():
     dealt = simulated_job(SHAPE, WINDOW, "balanced", pp=2, dp=2, head="dealt", stage_blocks=(4, 4))
-    packed = Packed(np.array([WINDOW]), np.zeros(1, np.int64), 1)
+    packed = Packed([np.array([WINDOW])])
     (blocks,), (head,) = packed.blocks_and_heads(dealt)
     assert least_seconds(dealt, [packed]) == pytest.approx((blocks + head) / 4)
 

@@ -83,8 +83,8 @@ class SimulateOptions:
         if self.job in NAMED_JOBS:
             named = NAMED_JOBS[self.job]
             priced = {"model": named.model} if self.profile is None else {"profile": self.profile}
-            asked = priced | {"hardware": self.hardware, "gpus": job.layout.world_size}
-            asked |= {"context_window": named.context_window, "batch_tokens": job.global_batch * named.context_window}
+            asked = priced | {"hardware": self.hardware, "gpus": named.gpus, "context_window": named.context_window}
+            asked |= {"batch_tokens": job.global_batch * named.context_window}
             words = (word for name, value in asked.items() for word in (f"--{name.replace('_', '-')}", value))
             return ["report", *sources, *words]
         if not all(map(names_store, job.data.stores)):
@@ -101,16 +101,15 @@ class SimulateOptions:
         if self.settings:
             raise UserError("--set overrides a configuration file; a named job has none")
         named = NAMED_JOBS[self.job]
-        layout, synthetic = named.layout, f"synthetic:{_DOCUMENTS}:{named.context_window}:0"
-        source = synthetic if self.lengths is None else self.lengths
+        source = f"synthetic:{_DOCUMENTS}:{named.context_window}:0" if self.lengths is None else self.lengths
         documents = read_lengths(source, column=self.length_column)
         space = search_space(
             named.model,
-            layout.world_size,
+            named.gpus,
             named.context_window,
             documents,
             hardware=self.hardware,
-            batch_tokens=layout.pp * layout.dp * named.context_window,
+            batch_tokens=named.global_batch * named.context_window,
             profile=profile,
             source=self.lengths,
         )

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from wlb.job.memory.fit import fits
 from wlb.simulate.estimate import Estimate
-from wlb.simulate.space import PINNED
 from wlb.simulate.verdict import BASELINE, PARTS, PER_DOCUMENT, VARIANTS, Verdict
 from wlb.terminal import number_of
 
@@ -19,11 +18,10 @@ def about(found: Estimate) -> list[str]:
     """The lines below a verdict: which job was simulated, for how many steps, and what was assumed."""
     space, verdict = found.space, found.verdict
     passes = max(system.epochs for system in verdict.systems.values())
-    fixed = dict(space.fixed)
-    each = "each system in its own fastest layout" + (f" with {listed(fixed)}" if fixed else "")
-    if fixed.keys() >= PINNED:
+    each = "each system in its own fastest layout" + (f" with {listed(space.fixed)}" if space.fixed else "")
+    if space.layout:
         each = "every system in the given layout"
-    variants = [name for name in VARIANTS if name in verdict.names]
+    variants = [name for name in VARIANTS if name in verdict.systems]
     if variants:
         each += f", except {' and '.join(variants)}"
     too_large = [name for name, system in verdict.systems.items() if not fits(system.job)]

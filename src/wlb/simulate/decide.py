@@ -39,7 +39,7 @@ from wlb.sharding.pieces import Shards
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.filling import global_batches
 from wlb.simulate.rate import rate
-from wlb.simulate.step import Steps
+from wlb.simulate.step import Array, Steps
 from wlb.workload import Costs
 from wlb.workload.base import Checkpointing, DocumentPrices
 
@@ -94,10 +94,8 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False) -> Jo
             "grouping = 'level' gives each rank its own number of micro-batches, which this loop cannot run; "
             "leave it out"
         )
-    (job, *others) = jobs
-    if others or not job.pools_decided:
-        job = _with_pools(jobs, lengths, lock_step)
-    decided = by_memory(job)
+    nothing_open = len(jobs) == 1 and job.pools_decided
+    decided = by_memory(jobs[0] if nothing_open else _with_pools(jobs, lengths, lock_step))
     if not job.packing.is_balanced and job.packing.max_length_factor == "auto" and (problem := too_large(decided)):
         raise UserError(problem)
     return decided
@@ -123,33 +121,30 @@ def with_stages(job: Job, lengths: DocumentLengths) -> Job:
 
     Seconds are for the documents of one global batch, or for a part of a large one.
     """
-    if job.layout.pp == 1 or job.layout.stage_blocks is not None or not len(lengths):
+    if job.layout.pp == 1 or job.layout.stage_blocks is not None:
         return job
     windows = min(job.global_batch, _WINDOWS)
     documents = _first_documents(ByIdentity(lengths), job.data, windows * job.context_window, 1)
-    (blocks,), (head,) = Packed(documents, np.zeros(len(documents), np.int64), 1).blocks_and_heads(job)
+    (blocks,), (head,) = Packed([documents]).blocks_and_heads(job)
     on_last = float(head) * job.head_shares[-1]
     in_blocks = round(on_last * job.shape.layers / float(blocks), 2)  # so that machines agree
     return replace(job, layout=replace(job.layout, stage_blocks=dealt_blocks(job.shape.layers, job.layout, in_blocks)))
 
 
 class Packed:
-    """Micro-batches before a job runs them; ``owner`` is that of each of the ``documents`` (tokens)."""
+    """Micro-batches before a job runs them, each as the lengths of its documents."""
 
-    def __init__(self, documents: NDArray[np.int64], owner: NDArray[np.int64], micro_batches: int) -> None:
-        self.documents, self._owner, self._micro_batches = documents, owner, micro_batches
-        self._known: dict[tuple[Costs, Checkpointing], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+    def __init__(self, micro_batches: Sequence[NDArray[np.int64]]) -> None:
+        self._documents, self._count = np.concatenate(micro_batches), len(micro_batches)
+        self._owner = np.repeat(np.arange(self._count), [*map(len, micro_batches)])
+        self._known: dict[tuple[Costs, Checkpointing], tuple[Array, Array]] = {}
 
     @classmethod
     def of_plan(cls, plan: StepPlan, *, whole: bool = False) -> Self:
         """The micro-batches of ``plan``, or the ``whole`` step as one."""
-        if whole:
-            return cls(plan.table[:, 2], np.zeros(len(plan.table), np.int64), 1)
-        counts = [len(part.segments) for part in plan.micro_batches]
-        lengths = [segment.length for part in plan.micro_batches for segment in part.segments]
-        return cls(np.array(lengths, np.int64), np.repeat(np.arange(len(counts)), counts), len(counts))
+        return cls([plan.table[:, 2]] if whole else [np.array(one.lengths, np.int64) for one in plan.micro_batches])
 
-    def blocks_and_heads(self, job: Job) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    def blocks_and_heads(self, job: Job) -> tuple[Array, Array]:
         """Seconds of a tensor-parallel group in all blocks and in the output head; shape (micro-batches,).
 
         They are the same for all cp, pp and dp.
@@ -157,10 +152,9 @@ class Packed:
         key = job.costs, job.activation_checkpointing
         if key not in self._known:
             costs, again = job.costs, job.activation_checkpointing != "none"
-            lengths, places = np.unique(self.documents, return_inverse=True)
+            lengths, places = np.unique(self._documents, return_inverse=True)
             seconds = np.asarray(costs.attention_seconds(lengths))[places]
-            attention = np.bincount(self._owner, seconds, self._micro_batches)
-            tokens = np.bincount(self._owner, self.documents, self._micro_batches)
+            attention, tokens = (np.bincount(self._owner, of, self._count) for of in (seconds, self._documents))
             exchanged = costs.tp_seconds(tokens) + costs.expert_seconds(tokens)
             blocks = attention + costs.blocks_seconds(tokens) + (2 + again) * exchanged
             blocks += again * costs.blocks_seconds(tokens, "forward")
@@ -284,12 +278,11 @@ def pool_choices(job: Job, lengths: DocumentLengths, *, lock_step: bool = False)
     free = (packing.grouping, packing.rank_micro_batches) == ("auto", "auto") and not lock_step
     sizes = [layout.cp * number for number in divisors(layout.dp)] if layout.pool is None else [layout.pool]
     sizes = [size for size in sizes if size % layout.ep_ranks == 0]
-    if packing.grouping == "level" or (free and layout.pp == 1 and layout.keeps_weights and layout.dp_cp in sizes):
+    if free and layout.pp == 1 and layout.keeps_weights and layout.dp_cp in sizes:
         yield 0.0, job.with_pools("level", layout.dp_cp)
-    if packing.grouping != "level":
-        least = _LeastSeconds(job, lengths)
-        for size in sizes:
-            yield from ((least.of(one), one) for one in _with_counts(job, size))
+    least = _LeastSeconds(job, lengths)
+    for size in sizes:
+        yield from ((least.of(one), one) for one in _with_counts(job, size))
 
 
 def _with_counts(job: Job, size: int) -> list[Job]:

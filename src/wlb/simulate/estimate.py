@@ -31,7 +31,7 @@ from wlb.os_limits import usable_cores
 from wlb.simulate.filling import check_filling
 from wlb.simulate.job import preset_sections
 from wlb.simulate.run import SimulationResult, check_documents
-from wlb.simulate.search import DRAWS, SearchResult, Told, fastest_layout, layout_of, without_collection
+from wlb.simulate.search import DRAWS, Told, fastest_layout, without_collection
 from wlb.simulate.space import SearchSpace, measured_name
 from wlb.simulate.verdict import (
     BALANCED,
@@ -54,6 +54,8 @@ T = TypeVar("T")
 CONFIGURED = "as configured"
 # Of a configured job: what the systems that it is compared with share, beside the shape of the search.
 _SHARED = ("profile", "software", "data", "limit", "tied_embeddings", "checkpoint_copy")
+# Of a layout: what two jobs in the same one share.
+_PLACED = ("tp", "cp", "pp", "virtual_pp", "dp", "ep", "schedule", "deals_head", "keeps_weights")
 CHECKED = (BASELINE, PER_DOCUMENT, BALANCED)  # two that stacks use today, and ours
 _SEARCH = 0.75  # of the time that a system takes; the rest simulates its fastest layout
 _SHOWN_EVERY = 0.2  # seconds
@@ -61,18 +63,16 @@ _SHOWN_EVERY = 0.2  # seconds
 
 def fastest(
     space: SearchSpace, system: str, lengths: NDArray[np.int64], on_progress: Told = lambda done, rate: None
-) -> SearchResult:
-    """The layouts in which ``system``, a preset or one of ``VARIANTS``, runs the job of ``space`` fastest."""
-    sizes = dict(space.fixed)
+) -> Job:
+    """The job of ``space`` in the layout in which ``system``, a preset or one of ``VARIANTS``, runs it fastest."""
     if system in (KEPT, BALANCED):  # how weights are handled describes the job that runs today
-        sizes["weights"] = "auto"
+        space = replace(space, fixed={**space.fixed, "weights": "auto"})
     elif system in VARIANTS:
-        measured = {"tp"} if space.settings.get("profile") else set()
-        sizes = {name: size for name, size in sizes.items() if name in measured or not space.layout}
-        sizes.pop("weights", None)
-        space = replace(space, checkpointing=None, micro_batch_windows=None)
-    space = replace(space, fixed=tuple(sizes.items()))
-    return fastest_layout(space, lengths, VARIANTS.get(system, system), on_progress=on_progress)
+        measured = {"tp"} if space.settings.get("profile") else {}
+        fixed = {name: size for name, size in space.fixed.items() if name in measured or not space.layout}
+        fixed.pop("weights", None)
+        space = replace(space, fixed=fixed, checkpointing=None, micro_batch_windows=None)
+    return fastest_layout(space, lengths, VARIANTS.get(system, system), on_progress=on_progress).job
 
 
 @dataclass(frozen=True)
@@ -123,18 +123,16 @@ def estimate(
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
     systems = [*presets]
     if space.given and BASELINE in presets:
-        kept = [KEPT] if dict(space.fixed).get("weights") == "gathered" else []
+        kept = [KEPT] if space.fixed.get("weights") == "gathered" else []
         place = systems.index(BASELINE) + 1
         systems[place:place] = [*kept, TUNED]
         systems += [BALANCED_TUNED] if BALANCED in presets else []
     watched = _Watched(systems, on_progress)
     found = _each(lambda name: _searched(space, lengths, name, watched), systems, watched)
-    searched = {name: one for name, one in found.items() if not isinstance(one, UserError)}
+    jobs = {name: one for name, one in found.items() if isinstance(one, Job)}
     failures = {name: one for name, one in found.items() if isinstance(one, UserError)}
-    if BASELINE in failures or not searched:
+    if BASELINE in failures or not jobs:
         raise failures.get(BASELINE) or next(iter(failures.values()))
-
-    jobs = {name: one.job for name, one in searched.items()}
     verdict = _verdict(jobs, lengths, steps, watched, space)
     winner, config = verdict.winner, ""
     if winner != verdict.base:
@@ -194,11 +192,12 @@ def _verdict(
 
     verdict = Verdict(_each(of_draws, [*jobs], watched), given=space.given if space else frozenset())
     base, winner = (verdict.of_draws[name][0].job for name in (verdict.base, verdict.winner))
-    # Level steps run on all ranks of a stage, however these are divided into dp and cp.
-    together = winner.levels_steps and (base.layout.tp, base.layout.pp) == (winner.layout.tp, 1)
     if verdict.winner == BALANCED_TUNED and fits(verdict.of_draws[BALANCED][0].job):
         return replace(verdict, moved=verdict.of_draws[BALANCED])
-    if space is None or verdict.winner in VARIANTS or together or layout_of(base) == layout_of(winner):
+    # Level steps run on all ranks of a stage, however these are divided into dp and cp.
+    placed = ("tp", "pp") if winner.levels_steps else _PLACED
+    alike = all(getattr(base.layout, name) == getattr(winner.layout, name) for name in placed)
+    if space is None or verdict.winner in VARIANTS or alike:
         return verdict
     there = space.fixed_to(replace(base.layout, weights="auto"), space.checkpointing, space.micro_batch_windows)
     job = fastest_layout(there, lengths, configured if verdict.winner == CONFIGURED else verdict.winner).job
@@ -228,9 +227,7 @@ class _Watched:
             self._told(dict(zip(self._systems, zip(self._done, self._rates, strict=True), strict=True)))
 
 
-def _searched(
-    space: SearchSpace, lengths: NDArray[np.int64], system: str, watched: _Watched
-) -> SearchResult | UserError:
+def _searched(space: SearchSpace, lengths: NDArray[np.int64], system: str, watched: _Watched) -> Job | UserError:
     try:
         return fastest(space, system, lengths, partial(watched.searched, system))
     except UserError as error:

@@ -1,9 +1,8 @@
 """Jobs for the simulator: from keywords (``simulated_job``) or by name (``NAMED_JOBS``).
 
 The named jobs are those of the evaluation of the paper, and the one of its introduction. Quoted: WLB-LLM (arXiv
-2503.17924), Table 1, for model, context window and (tp, cp, pp, dp); section 1 for the job of 405B parameters on 8,192
-GPUs. Assumed: its shape is that of Llama 3 405B, and a data-parallel rank runs as many micro-batches as there are
-pipeline ranks.
+2503.17924), Table 1, for model, context window and GPUs; section 1 for the job of 405B parameters on 8,192 GPUs.
+Assumed: its shape is that of Llama 3 405B, and the global batch (``wlb_studies.paper.jobs`` has the layouts).
 """
 
 from dataclasses import fields, replace
@@ -73,29 +72,24 @@ def preset_sections(
 
 
 class NamedJob(NamedTuple):
-    """A model, a context window in tokens, and a layout; ``rank_micro_batches`` are by default ``pp``."""
+    """A model, a context window in tokens, a number of GPUs, and a global batch in context windows."""
 
     model: str
     context_window: int
-    layout: Layout
-    rank_micro_batches: int | None = None
-
-    def under(self, preset: str, **settings: Any) -> Job:
-        """The job under one of the systems of ``PRESETS``; ``settings`` are further keywords of ``simulated_job``."""
-        sizes = vars(self.layout) | {"micro_batches": self.rank_micro_batches}
-        return simulated_job(self.model, self.context_window, preset, **(sizes | settings))
+    gpus: int
+    global_batch: int
 
 
 _64K, _128K = 65_536, 131_072
 
-PAPER_JOBS: dict[str, NamedJob] = {
-    "550m-64k": NamedJob("550m", _64K, Layout(2, 2, 4, 2)),
-    "550m-128k": NamedJob("550m", _128K, Layout(2, 4, 4, 1)),
-    "7b-64k": NamedJob("7b", _64K, Layout(4, 2, 4, 1)),
-    "7b-128k": NamedJob("7b", _128K, Layout(8, 2, 4, 1)),
-    "30b-64k": NamedJob("30b", _64K, Layout(8, 2, 4, 1)),
-    "30b-128k": NamedJob("30b", _128K, Layout(8, 4, 4, 1)),
-    "70b-64k": NamedJob("70b", _64K, Layout(16, 4, 4, 1)),
-    "70b-128k": NamedJob("70b", _128K, Layout(16, 4, 4, 1)),
+NAMED_JOBS = {
+    "550m-64k": NamedJob("550m", _64K, 32, 8),
+    "550m-128k": NamedJob("550m", _128K, 32, 4),
+    "7b-64k": NamedJob("7b", _64K, 32, 4),
+    "7b-128k": NamedJob("7b", _128K, 64, 4),
+    "30b-64k": NamedJob("30b", _64K, 64, 4),
+    "30b-128k": NamedJob("30b", _128K, 128, 4),
+    "70b-64k": NamedJob("70b", _64K, 256, 4),
+    "70b-128k": NamedJob("70b", _128K, 256, 4),
+    "405b-128k": NamedJob("llama3-405b", _128K, 8192, 64),
 }
-NAMED_JOBS = PAPER_JOBS | {"405b-128k": NamedJob("llama3-405b", _128K, Layout(8, 16, 16, 4))}

@@ -14,7 +14,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice, product
 from statistics import fmean
 from typing import Any, NamedTuple, get_args
@@ -73,8 +73,7 @@ class Rated(NamedTuple):
     tokens_per_second: float
 
 
-@dataclass(frozen=True)
-class SearchResult:
+class SearchResult(NamedTuple):
     """The fastest layouts, best first, and how many layouts were simulated."""
 
     ranking: list[Rated]
@@ -198,17 +197,6 @@ def least_seconds(job: Job, steps: Sequence[Packed]) -> float:
     return seconds
 
 
-def layout_of(job: Job) -> str:
-    """The layout that is set for ``job``, in one line."""
-    layout = job.layout
-    interleaved = f" x {layout.virtual_pp} stages" if layout.virtual_pp > 1 else ""
-    experts = f" ep {layout.ep}" if layout.ep > 1 else ""
-    order = "" if layout.schedule == "auto" else f" {layout.schedule}"
-    gathering = "" if layout.keeps_weights else ", weights gathered again"
-    head = ", head dealt" if layout.deals_head else ""
-    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}{experts}{order}{head}{gathering}"
-
-
 def meshes(space: SearchSpace) -> Iterator[Layout]:
     """All tp that divide a node and the GPUs, with all cp and pp that divide the GPUs; dp is the rest.
 
@@ -223,7 +211,7 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
             continue
         yield Layout(tp, cp, pp, dp)
         if pp > 1:
-            for stages in sorted({*_STAGES_PER_RANK[1:], int(dict(space.fixed).get("virtual_pp", 2))} - {1}):
+            for stages in sorted({*_STAGES_PER_RANK[1:], space.fixed.get("virtual_pp", 2)} - {1}):
                 yield Layout(tp, cp, pp, dp, virtual_pp=stages)
 
 
@@ -232,32 +220,28 @@ def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
     if space.layout is not None:
         yield space.layout
         return
-    fixed = dict(space.fixed)
-    schedule = str(fixed.pop("schedule", "auto"))
-    weights: Any = fixed.pop("weights", "auto")
-    head: Any = fixed.pop("head", "auto")
-    given: Any = fixed.pop("ep", None)
-    if weights == "gathered":
-        fixed.setdefault("pp", 1)
-    if pooled and not {"cp", "dp"} & fixed.keys():
-        fixed["cp"] = 1
+    chosen = {name: choice for name, choice in space.fixed.items() if name in ("schedule", "weights", "head")}
+    sizes = {name: size for name, size in space.fixed.items() if name not in {*chosen, "ep"}}
+    if chosen.get("weights") == "gathered":
+        sizes.setdefault("pp", 1)
+    if pooled and not {"cp", "dp"} & sizes.keys():
+        sizes["cp"] = 1
     for layout in meshes(space):
         held = space.shape.kv_heads % layout.tp == 0  # not every trainer can replicate a head over ranks
-        if held and all(getattr(layout, name) == size for name, size in fixed.items()):
-            for ep in _expert_groups(space, layout, given):
-                of_pipeline = head if layout.pp > 1 else layout.head
-                yield replace(layout, schedule=schedule, weights=weights, ep=ep, head=of_pipeline)
+        if held and all(getattr(layout, name) == size for name, size in sizes.items()):
+            for ep in _expert_groups(space, layout):
+                yield replace(layout, **chosen | {"ep": ep} | ({} if layout.pp > 1 else {"head": "auto"}))
 
 
-def _expert_groups(space: SearchSpace, layout: Layout, given: int | None) -> list[int]:
+def _expert_groups(space: SearchSpace, layout: Layout) -> list[int]:
     """Numbers of GPUs that may share the experts, in whole tensor-parallel groups.
 
-    The ``given`` one, or else 1 and 8 to 64; fewer than 8 if all GPUs of a stage do.
+    The fixed one, or else 1 and 8 to 64; fewer than 8 if all GPUs of a stage do.
     """
     experts, gpus = space.shape.experts, layout.dp_cp * layout.tp
     count = experts.count if experts and not space.settings.get("profile") else 1
     sizes = [ep for ep in divisors(count) if gpus % ep == 0 and ep % layout.tp == 0]
-    if given is not None:
+    if (given := space.fixed.get("ep")) is not None:
         return [given] if given in {1, *sizes} else []
     return [1, *(ep for ep in sizes if ep > 1 and min(_LEAST_EP, gpus) <= ep <= _MOST_EP)]
 
@@ -354,10 +338,10 @@ def _rated(job: Job, lengths: DocumentLengths, prices: DocumentPrices) -> Rated:
 
 
 def _no_memory(space: SearchSpace, tried: int) -> UserError:
-    remedy = "give more --gpus, a shorter --context-window or --hardware with more memory"
     return UserError(
         f"no layout of {_given(space)} with {gib(space.hardware.memory_bytes)} GiB each fits this model and window of "
-        f"{space.context_window} tokens ({tried} tried); {remedy}{_or_free(space)}"
+        f"{space.context_window} tokens ({tried} tried); give more --gpus, a shorter --context-window or --hardware "
+        f"with more memory{_or_free(space)}"
     )
 
 
@@ -372,9 +356,9 @@ def _no_division(space: SearchSpace) -> UserError:
 
 
 def _given(space: SearchSpace) -> str:
-    fixed = ", ".join(f"{name} = {size}" for name, size in space.fixed)
+    fixed = ", ".join(f"{name} = {size}" for name, size in space.fixed.items())
     return number_of(space.gpus, "GPU") + (f" with {fixed}" if fixed else "")
 
 
 def _or_free(space: SearchSpace) -> str:
-    return f", or leave out {' and '.join(name for name, _ in space.fixed)}" if space.fixed else ""
+    return f", or leave out {' and '.join(space.fixed)}" if space.fixed else ""

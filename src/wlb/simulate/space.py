@@ -40,7 +40,7 @@ class SearchSpace:
     hardware: Hardware
     context_window: int
     global_batch: int
-    fixed: tuple[tuple[str, int | str], ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict, hash=False)
     checkpointing: Checkpointing | None = None
     micro_batch_windows: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -50,8 +50,7 @@ class SearchSpace:
     @property
     def layout(self) -> Layout | None:
         """The only layout, if all of its sizes are fixed."""
-        fixed: dict[str, Any] = dict(self.fixed)
-        return Layout(**fixed) if fixed.keys() >= PINNED else None
+        return Layout(**self.fixed) if self.fixed.keys() >= PINNED else None
 
     @property
     def batch_tokens(self) -> int:
@@ -61,12 +60,12 @@ class SearchSpace:
     def given(self) -> frozenset[str]:
         """What describes a job that runs already: a whole layout, or settings that nobody would search for."""
         settings = {"checkpointing": self.checkpointing, "micro_batch_windows": (self.micro_batch_windows or 1) > 1}
-        layout = {"layout"} if self.layout else {"weights"} & {*dict(self.fixed)}
+        layout = {"layout"} if self.layout else {"weights"} & self.fixed.keys()
         return frozenset({name for name, value in settings.items() if value} | layout)
 
     def fixed_to(self, layout: Layout, checkpointing: Checkpointing | None, micro_batch_windows: int | None) -> Self:
         """The same with ``layout`` only, but for its pools and its blocks of stages."""
-        sizes = tuple(one for one in vars(layout).items() if one[0] not in ("stage_blocks", "pool"))
+        sizes = {name: size for name, size in vars(layout).items() if name not in ("stage_blocks", "pool")}
         return replace(self, fixed=sizes, checkpointing=checkpointing, micro_batch_windows=micro_batch_windows)
 
     @property
@@ -76,7 +75,7 @@ class SearchSpace:
 
     def check_given(self) -> None:
         """Raise ``UserError`` where given sizes do not divide the GPUs, or their layout cannot run the global batch."""
-        given = {name: int(size) for name, size in self.fixed if name in PINNED}
+        given = {name: size for name, size in self.fixed.items() if name in PINNED}
         together, layout = prod(given.values()), self.layout
         sizes = " x ".join(f"--{name} {size}" for name, size in given.items()) + f" = {together}" * (len(given) > 1)
         if self.gpus % together:
@@ -115,7 +114,7 @@ def search_space(
     *,
     hardware: str | Hardware = "h100",
     batch_tokens: int | None = None,
-    fixed: Mapping[str, int | str] | None = None,
+    fixed: Mapping[str, Any] | None = None,
     checkpointing: Checkpointing | None = None,
     micro_batch_tokens: int | None = None,
     profile: WorkloadProfile | None = None,
@@ -130,7 +129,7 @@ def search_space(
     """
     if gpus < 1:
         raise UserError(f"gpus = {gpus} is below 1; raise it")
-    assumed, fixed = [*assumed], dict(fixed or {})
+    assumed, fixed = [*assumed], fixed or {}
     if context_window is None:
         context_window = assumed_window(lengths)
         assumed.append(described_window(context_window, lengths))
@@ -141,7 +140,7 @@ def search_space(
             f"give {max(1, windows) * context_window}"
         )
     if batch_tokens is None:
-        least = windows * int(fixed.get("dp", 1)) * int(fixed.get("pp", 1))
+        least = windows * fixed.get("dp", 1) * fixed.get("pp", 1)
         batch_tokens, why = _assumed_batch(lengths, context_window, least)
         assumed.append(f"--batch-tokens {batch_tokens}{why}")
     global_batch = batch_tokens // context_window
@@ -170,7 +169,7 @@ def search_space(
         hardware_preset(hardware) if isinstance(hardware, str) else hardware,
         context_window,
         global_batch,
-        tuple(fixed.items()),
+        fixed,
         checkpointing,
         windows if micro_batch_tokens else None,
         {"profile": profile} if profile else {},

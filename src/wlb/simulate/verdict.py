@@ -77,17 +77,13 @@ class Verdict:
     given: frozenset[str] = frozenset()
 
     @property
-    def names(self) -> list[str]:
-        return [*self.of_draws]
-
-    @property
     def draws(self) -> int:
         return len(self.of_draws[self.base])
 
     @property
     def base(self) -> str:
         """The system to compare with: plain-4d, or the first system if plain-4d is missing."""
-        return BASELINE if BASELINE in self.names else self.names[0]
+        return BASELINE if BASELINE in self.of_draws else next(iter(self.of_draws))
 
     @property
     def steps(self) -> int:
@@ -97,7 +93,7 @@ class Verdict:
     @property
     def warm_up(self) -> int:
         """The warm-up steps of each draw."""
-        return usual_steps(self._job(self.base).global_batch)
+        return usual_steps(self.systems[self.base].job.global_batch)
 
     @cached_property
     def systems(self) -> dict[str, SimulationResult]:
@@ -125,7 +121,7 @@ class Verdict:
     @cached_property
     def fastest(self) -> str:
         """The fastest system that fits the memory; ``balanced`` if it is equally fast, because it delays nothing."""
-        others = [name for name in self.names if name != self.base and fits(self._job(name))]
+        others = [name for name, system in self.systems.items() if name != self.base and fits(system.job)]
         fastest = max([self.base, *others], key=self.speed)
         as_fast = BALANCED in others and self.speed(BALANCED) >= (1 - AS_FAST) * self.speed(fastest)
         return BALANCED if as_fast else fastest
@@ -138,7 +134,7 @@ class Verdict:
         """
         nearly = (1 - _NEARLY) * self.speed(self.fastest)
         for name in (*_SMALLER_STEPS, self.fastest):
-            near = name in self.names and self.speed(name) >= nearly and fits(self._job(name))
+            near = name in self.systems and self.speed(name) >= nearly and fits(self.systems[name].job)
             if near and round(self.speed(name), 2) >= 1 + LEAST_GAIN and self.spread(name)[0] > 1:  # as shown
                 return name
         return self.base
@@ -159,11 +155,6 @@ class Verdict:
         """The parts of the base that are lost to imbalance: waiting, bubbles, exchange."""
         parts = self.parts(self.base)
         return {part: parts[part] for part in LOST}
-
-    @property
-    def dropped(self) -> float:
-        """The share of attention that the base drops where it cuts documents."""
-        return 1 - self.systems[self.base].attention_kept
 
     @cached_property
     def factors(self) -> dict[str, float]:
@@ -189,9 +180,9 @@ class Verdict:
             usual = f"Switch to {self.winner}" if self.winner in PRESETS else _named(self.winner)
             advice = _ADVICE.get(self.winner, usual)
             return f"{advice}: {self.speed(self.winner):.2f}x the tokens per second of {self.base}."
-        if len(self.names) == 1:
+        if len(self.systems) == 1:
             return f"{_named(self.base)} is compared with nothing."
-        system = "preset" if PRESETS.keys() >= {*self.names} - VARIANTS.keys() else "system"
+        system = "preset" if PRESETS.keys() >= self.systems.keys() - VARIANTS.keys() else "system"
         none = f"Keep what you have: no {system} gains {LEAST_GAIN:.0%} in every shuffle"
         if self.speed(self.fastest) < 1.005:  # shown as 1.00x
             return f"{none}."
@@ -208,23 +199,24 @@ class Verdict:
                 f"Range: {low:.2f}x to {high:.2f}x in {self.draws} shuffles of the documents; {worst:.2f}x if "
                 f"it is as far off as the worst of {PAIRS} published comparisons."
             )
-        if self.dropped >= 0.005 and abs(self.speed_at_equal_work(shown) / self.speed(shown) - 1) >= 0.005:
+        dropped = 1 - self.systems[self.base].attention_kept
+        if dropped >= 0.005 and abs(self.speed_at_equal_work(shown) / self.speed(shown) - 1) >= 0.005:
             lines.append(
-                f"{_named(shown)} also computes the {self.dropped:.0%} of attention that cutting documents drops: "
+                f"{_named(shown)} also computes the {dropped:.0%} of attention that cutting documents drops: "
                 f"{self.speed_at_equal_work(shown):.2f}x at equal work."
             )
         lines.append(f"{self.loses}.")
         if self.winner != self.base:
             lines += self._split
-            smaller = [name for name in (*_SMALLER_STEPS, BALANCED_TUNED) if name in self.names]
+            smaller = [name for name in (*_SMALLER_STEPS, BALANCED_TUNED) if name in self.systems]
             others = [f"{name} {self.speed(name):.2f}x" for name in smaller if name != self.winner]
             lines += [f"Others: {', '.join(others)}."] if others else []
         if shown != self.base:
-            delay = self.systems[shown].token_delay
-            sharing = self.systems[shown].sharing
+            delay, sharing = self.systems[shown].token_delay, self.systems[shown].sharing
             lines += [f"{sharing}."] if sharing else []
-            deferred = "No documents are deferred." if delay < 0.005 else f"On average a token waits {delay:.2f} steps."
-            lines.append(deferred)
+            lines.append(
+                "No documents are deferred." if delay < 0.005 else f"On average a token waits {delay:.2f} steps."
+            )
         return lines
 
     @property
@@ -239,9 +231,9 @@ class Verdict:
     @property
     def _split(self) -> list[str]:
         """What the speedup of the winner comes from, as at most one line."""
-        layout = "a different layout"
-        if not self.moved and self._one_layout:
-            layout = "other kernels and communication"
+        layouts = [self.systems[name].job.layout for name in (self.base, self.winner)]
+        placed = [(one.tp, one.pp, one.virtual_pp, one.dp_cp) for one in layouts]
+        alike = not self.moved and placed[0] == placed[1]
         factors = self.factors
         if "checkpointing" in self.given and self.winner not in VARIANTS:  # recomputation follows from what was given
             factors = factors | {"layout": factors["layout"] * factors["recomputation"], "recomputation": 1.0}
@@ -250,7 +242,7 @@ class Verdict:
             f"{'better' if factors['balance'] >= 1 else 'worse'} balance",
             f"{more} recomputation of activations",
             f"the attention that {self.base} drops",
-            layout,
+            "other kernels and communication" if alike else "a different layout",
         )
         made_of = [
             f"{factor:.2f}x from {cause}"
@@ -289,14 +281,6 @@ class Verdict:
                 for name, result in self.systems.items()
             ],
         }
-
-    @property
-    def _one_layout(self) -> bool:
-        base, winner = (self._job(name).layout for name in (self.base, self.winner))
-        return all(getattr(base, size) == getattr(winner, size) for size in ("tp", "pp", "virtual_pp", "dp_cp"))
-
-    def _job(self, system: str) -> Job:
-        return self.of_draws[system][0].job
 
 
 def _named(system: str) -> str:

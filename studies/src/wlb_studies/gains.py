@@ -14,11 +14,11 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.simulate.estimate import estimate
-from wlb.simulate.search import layout_of
 from wlb.simulate.space import BATCH_TOKENS, search_space
 from wlb.simulate.verdict import BALANCED, BASELINE, LEAST_GAIN, PER_DOCUMENT, usual_steps
 from wlb.terminal import number_of
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
+from wlb_studies.policies.layouts import layout_of
 
 _K = 1024
 MODELS = ("llama3-8b", "llama3-70b")

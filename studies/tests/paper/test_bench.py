@@ -11,11 +11,11 @@ from tests.limits import examples
 from wlb.job.config import NO_BOUND, PRESETS
 from wlb.packing.options import METHODS
 from wlb.schedules.layout import Layout
-from wlb.simulate.job import PAPER_JOBS, NamedJob
 from wlb_studies.experiment import Settings
 from wlb_studies.paper.bench import Bench, Documents, corpus, cut_by_loader
+from wlb_studies.paper.jobs import PAPER_JOBS, PaperJob
 
-JOB = NamedJob("550m", 4096, Layout(2, 2, 2, 1))
+JOB = PaperJob("550m", 4096, Layout(2, 2, 2, 1))
 
 
 def test_wlb_llm_is_algorithm_1_and_nobody_else_is():

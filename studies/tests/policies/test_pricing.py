@@ -235,7 +235,7 @@ def test_presets_are_as_fast_as_the_verdict_says(preset, context_window):
 
 
 def test_presets_may_deal_their_head_in_every_pipeline():
-    searched = replace(space(gpus=2, global_batch=4), fixed=(("pp", 2),))
+    searched = replace(space(gpus=2, global_batch=4), fixed={"pp": 2})
     outcome = POLICIES["plain-4d-dealt-head"].best("plain-4d-dealt-head", searched, documents(), 1)
     assert ("pp 2" in outcome.layout, "head dealt" in outcome.layout) == (True, True)
     assert outcome.policy == "plain-4d-dealt-head"

@@ -195,7 +195,7 @@ def test_no_plan_takes_less_than_its_work_spread_evenly(name, virtual_pp, length
     job = job_of(virtual_pp=virtual_pp)
     alone = replace(job.layout, pp=1, virtual_pp=1, dp=job.layout.dp * job.layout.pp, stage_blocks=None)
     packing = job.packing.changed(global_batch=alone.dp)
-    least = least_seconds(replace(job, layout=alone, packing=packing), [Packed(lengths, np.zeros_like(lengths), 1)])
+    least = least_seconds(replace(job, layout=alone, packing=packing), [Packed([lengths])])
     for setting in SLICED[name].settings:
         assert SlicedTrial(job, SLICED[name].plan, tuple(setting.items())).step(lengths).price.seconds > least
 

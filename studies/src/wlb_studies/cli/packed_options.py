@@ -56,7 +56,7 @@ class PackedOptions(JobOptions):
             raise UserError("--micro-batches and --batch-tokens both set the global batch; leave one of them out")
         space = self._with_sizes(lengths).space(context, source, lengths)
         check_filling(lengths, space.batch_tokens, space.context_window, steps=self.steps or 1)
-        job = fastest(space, BASELINE, lengths).job
+        job = fastest(space, BASELINE, lengths)
         packing, sharding = preset_sections(BALANCED, {"global_batch": job.global_batch})
         return AskedJob(replace(job, packing=packing, sharding=sharding), space.priced_by)
 

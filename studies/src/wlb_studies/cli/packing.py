@@ -129,7 +129,7 @@ def documents_of(
 
 
 def title_of(job: Job, priced_by: Mapping[str, str | int]) -> str:
-    from wlb.simulate.search import layout_of
+    from wlb_studies.policies.layouts import layout_of
 
     micro_batches = number_of(job.step_micro_batches, "micro-batch")
     sizes = f"window {job.context_window:,}, {micro_batches} a step, {layout_of(job)}"

@@ -22,10 +22,10 @@ from wlb.documents.synthetic import sample_lengths
 from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.simulate import SimulationResult, simulate
-from wlb.simulate.job import NamedJob
 from wlb.simulate.search import fastest_layout
 from wlb.simulate.space import search_space
 from wlb_studies.experiment import Settings
+from wlb_studies.paper.jobs import PaperJob
 
 # The paper runs interleaved 1F1B (section 6) with "several chunks of layers" on each rank (section 2.1), and as many
 # micro-batches as pipeline ranks (section 7.1). Assumed: two chunks.
@@ -83,7 +83,7 @@ def cut_by_loader(lengths: NDArray[np.int64], context_window: int, seed: int) ->
 class Bench:
     """One job's documents and number of steps; ``run`` and ``fastest`` take what differs between systems."""
 
-    def __init__(self, job: NamedJob, documents: Documents, steps: int, settings: Settings) -> None:
+    def __init__(self, job: PaperJob, documents: Documents, steps: int, settings: Settings) -> None:
         self._job = job
         self.steps = steps
         self.lengths = cut_by_loader(documents.lengths, job.context_window, settings.seed)

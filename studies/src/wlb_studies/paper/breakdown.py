@@ -7,10 +7,10 @@ So the same job is shown again with four data-parallel ranks and four times as m
 from dataclasses import replace
 from typing import Any
 
-from wlb.simulate.job import PAPER_JOBS
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, bars_of
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import ASSUMED, Bench, corpus
+from wlb_studies.paper.jobs import PAPER_JOBS
 
 _STEPS = 200
 _JOB = PAPER_JOBS["7b-128k"]

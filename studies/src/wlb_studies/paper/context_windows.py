@@ -10,10 +10,10 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from wlb.simulate.job import PAPER_JOBS
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import ASSUMED, Bench, Documents, corpus, grown_corpus
+from wlb_studies.paper.jobs import PAPER_JOBS
 from wlb_studies.plots import lines_over_tokens
 
 _1K = 1024

@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.job.job import Job
-from wlb.simulate.job import NAMED_JOBS
 from wlb.simulate.rate import first_steps
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import Bench, corpus
+from wlb_studies.paper.jobs import ALL_JOBS
 from wlb_studies.plots import BALANCED, BASELINE, COLOURS, pyplot_without_display, save, tidy
 
 _STEPS = 64  # with fewer steps, tokens/s favour systems in which many long documents still wait at the end
-_JOB = NAMED_JOBS["405b-128k"]  # 1F1B; 126 layers. Compute per GPU hardly depends on it
+_JOB = ALL_JOBS["405b-128k"]  # 1F1B; 126 layers. Compute per GPU hardly depends on it
 SYSTEMS = ("plain-4d", "fixed-4d", "wlb-llm", "balanced")
 # Compared axes of (steps, pp, dp, cp), and the axes inside a pp, dp or cp rank.
 _TOGETHER = {"all GPUs": (1, 2, 3), "dp ranks": (2,), "pp ranks": (1,), "cp ranks of a group": (3,)}

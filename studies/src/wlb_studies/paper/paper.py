@@ -2,7 +2,7 @@
 
 All numbers are quoted from WLB-LLM (OSDI '25, proceedings pages 785-801; arXiv 2503.17924). Figures without printed
 values, in text or table, are left out rather than read off a plot. The layouts of its Table 1 are in
-``wlb.simulate.job``.
+``wlb_studies.paper.jobs``.
 """
 
 from wlb.schedules.layout import Layout

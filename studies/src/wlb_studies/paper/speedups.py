@@ -13,16 +13,15 @@ from typing import Any
 import numpy as np
 
 from wlb.simulate import SimulationResult
-from wlb.simulate.job import NAMED_JOBS, PAPER_JOBS
-from wlb.simulate.search import layout_of
 from wlb.workload import hardware_preset
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, bars_of
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import ASSUMED, SCHEDULE, Bench, corpus
+from wlb_studies.paper.jobs import ALL_JOBS, LARGEST, PAPER_JOBS
+from wlb_studies.policies.layouts import layout_of
 
 _STEPS = 200  # with fewer steps, tokens/s favour systems in which many long documents still wait at the end
 _LARGEST_STEPS = 16  # each has 16 times as many documents
-LARGEST = "405b-128k"
 JOBS = tuple(PAPER_JOBS)
 PLAIN, WLB, OURS = "plain-4d", "wlb-llm", "balanced"
 _EITHER = ("auto", "planned")
@@ -64,7 +63,7 @@ def run(settings: Settings) -> Report:
         found = _own(bench, settings, name)
         own[name] = {system: found[system].speedup(found[PLAIN]) for system in OWN}
         layouts[name] = [_layout(found[system]) for system in (PLAIN, OURS)]
-    largest = Bench(NAMED_JOBS[LARGEST], documents, settings.steps or _LARGEST_STEPS, settings)
+    largest = Bench(ALL_JOBS[LARGEST], documents, settings.steps or _LARGEST_STEPS, settings)
     of_largest = _own(largest, settings, LARGEST, tp=8)
     searched = Table(
         "each system in its own fastest layout: speedup over plain-4d in its fastest",
@@ -134,7 +133,7 @@ _QUOTED = {"7b-128k": [paper.BREAKDOWN["WLB-LLM"]], "mean": [paper.WLB_LLM_SPEED
 
 
 def _gpus(job: str) -> int:
-    return NAMED_JOBS[job].layout.world_size
+    return ALL_JOBS[job].layout.world_size
 
 
 def _lines(rows: Rows, before: Mapping[str, Value], after: Mapping[str, Sequence[Value]]) -> list[tuple[Value, ...]]:

@@ -4,11 +4,11 @@ import numpy as np
 
 from wlb.documents.segments import Segment
 from wlb.job.config import NO_BOUND
-from wlb.simulate.job import PAPER_JOBS
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, bars_of
 from wlb_studies.packing import MethodResult, compare_packer, packer_for
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import corpus, cut_by_loader
+from wlb_studies.paper.jobs import PAPER_JOBS
 
 _STEPS = 400
 _SOLVER_STEPS = 24

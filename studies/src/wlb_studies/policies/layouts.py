@@ -103,6 +103,17 @@ def _largest(choices: Iterable[Ranks]) -> list[Ranks]:
     return [*largest.values()]
 
 
+def layout_of(job: Job) -> str:
+    """The layout that is set for ``job``, in one line."""
+    layout = job.layout
+    interleaved = f" x {layout.virtual_pp} stages" if layout.virtual_pp > 1 else ""
+    experts = f" ep {layout.ep}" if layout.ep > 1 else ""
+    order = "" if layout.schedule == "auto" else f" {layout.schedule}"
+    gathering = "" if layout.keeps_weights else ", weights gathered again"
+    head = ", head dealt" if layout.deals_head else ""
+    return f"tp {layout.tp} cp {layout.cp} pp {layout.pp}{interleaved} dp {layout.dp}{experts}{order}{head}{gathering}"
+
+
 def layout_text(ranks: Ranks) -> str:
     job = ranks.job
     interleaved = f" x {job.layout.virtual_pp} stages" if job.layout.virtual_pp > 1 else ""

@@ -13,9 +13,10 @@ from wlb.job.planner import StepPlanner
 from wlb.schedules.layout import Head
 from wlb.simulate.rate import simulate_steps
 from wlb.simulate.run import pooled
-from wlb.simulate.search import fastest_layout, layout_of
+from wlb.simulate.search import fastest_layout
 from wlb.simulate.space import SearchSpace
 from wlb.simulate.verdict import simulate_draws, usual_steps
+from wlb_studies.policies.layouts import layout_of
 from wlb_studies.policies.plan import Integers
 from wlb_studies.policies.policy import Outcome, Policy
 from wlb_studies.policies.pricing import received_bytes
@@ -35,7 +36,7 @@ class PresetPolicy(Policy):
 
     def best(self, name: str, space: SearchSpace, lengths: Integers, steps: int | None = None) -> Outcome:
         steps = steps or usual_steps(space.global_batch)
-        space = replace(space, fixed=(*space.fixed, ("head", self.head)))
+        space = replace(space, fixed={**space.fixed, "head": self.head})
         found = fastest_layout(space, lengths, self.preset or name)
         results = simulate_draws(found.job, lengths, steps, space.work_prices)
         job, together = results[0].job, pooled(results)

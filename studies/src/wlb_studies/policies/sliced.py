@@ -29,11 +29,12 @@ from wlb.schedules.operations import BACKWARD, FORWARD, INPUT, WEIGHT, Operation
 from wlb.sharding import price_shards
 from wlb.sharding.latency import Phases
 from wlb.simulate.decide import with_stages
-from wlb.simulate.search import job_on, layout_of, meshes
+from wlb.simulate.search import job_on, meshes
 from wlb.simulate.space import SearchSpace
 from wlb.simulate.step import Steps
 from wlb.workload.base import Checkpointing
 from wlb_studies.policies.filling import Integers, best_fit, longest_first
+from wlb_studies.policies.layouts import layout_of
 from wlb_studies.policies.plan import Ranks
 from wlb_studies.policies.policy import Outcome, Policy, PricedStep, batches_of_draws, best_of
 from wlb_studies.policies.pricing import StepPrice, ideal_seconds, own_costs, received_bytes
