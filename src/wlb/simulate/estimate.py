@@ -122,7 +122,7 @@ def estimate(
     steps = steps or usual_steps(space.global_batch)
     check_filling(lengths, space.batch_tokens, space.context_window, steps=steps)
     systems = [*presets]
-    if space.given and BASELINE in presets:
+    if space.is_of_a_job and BASELINE in presets:
         kept = [KEPT] if space.fixed.get("weights") == "gathered" else []
         place = systems.index(BASELINE) + 1
         systems[place:place] = [*kept, TUNED]
@@ -190,7 +190,7 @@ def _verdict(
     def of_draws(name: str) -> list[SimulationResult]:
         return simulated(jobs[name], on_progress=partial(watched.simulated, name, DRAWS * steps))
 
-    verdict = Verdict(_each(of_draws, [*jobs], watched), given=space.given if space else frozenset())
+    verdict = Verdict(_each(of_draws, [*jobs], watched), gives_checkpointing=bool(space and space.checkpointing))
     base, winner = (verdict.of_draws[name][0].job for name in (verdict.base, verdict.winner))
     if verdict.winner == BALANCED_TUNED and fits(verdict.of_draws[BALANCED][0].job):
         return replace(verdict, moved=verdict.of_draws[BALANCED])

@@ -57,11 +57,10 @@ class SearchSpace:
         return self.global_batch * self.context_window
 
     @property
-    def given(self) -> frozenset[str]:
-        """What describes a job that runs already: a whole layout, or settings that nobody would search for."""
-        settings = {"checkpointing": self.checkpointing, "micro_batch_windows": (self.micro_batch_windows or 1) > 1}
-        layout = {"layout"} if self.layout else {"weights"} & self.fixed.keys()
-        return frozenset({name for name, value in settings.items() if value} | layout)
+    def is_of_a_job(self) -> bool:
+        """Whether it describes a job that runs already: a whole layout, or settings that nobody would search for."""
+        several = (self.micro_batch_windows or 1) > 1
+        return bool(self.layout or self.checkpointing or several or "weights" in self.fixed)
 
     def fixed_to(self, layout: Layout, checkpointing: Checkpointing | None, micro_batch_windows: int | None) -> Self:
         """The same with ``layout`` only, but for its pools and its blocks of stages."""

@@ -68,13 +68,13 @@ class Verdict:
     """The results of every system on the same documents, one per draw (``simulate_draws``).
 
     ``moved`` has the winner in the layout of the base, per draw: it separates the gain from balance from the gain from
-    another layout. It is empty if both have the same layout, or if the winner does not fit there. ``given`` are the
-    settings of the base that were not searched for.
+    another layout. It is empty if both have the same layout, or if the winner does not fit there.
+    ``gives_checkpointing`` says that the activation checkpointing of the base was not searched for.
     """
 
     of_draws: Mapping[str, Sequence[SimulationResult]]
     moved: Sequence[SimulationResult] = ()
-    given: frozenset[str] = frozenset()
+    gives_checkpointing: bool = False
 
     @property
     def draws(self) -> int:
@@ -235,7 +235,7 @@ class Verdict:
         placed = [(one.tp, one.pp, one.virtual_pp, one.dp_cp) for one in layouts]
         alike = not self.moved and placed[0] == placed[1]
         factors = self.factors
-        if "checkpointing" in self.given and self.winner not in VARIANTS:  # recomputation follows from what was given
+        if self.gives_checkpointing and self.winner not in VARIANTS:  # recomputation follows from what was given
             factors = factors | {"layout": factors["layout"] * factors["recomputation"], "recomputation": 1.0}
         more = "more" if factors["recomputation"] < 1 else "less"
         causes = (
