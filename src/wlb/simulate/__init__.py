@@ -5,8 +5,8 @@ What goes out: the job with all of that decided (``decide``), seconds of its ste
 (``SimulationResult``), and the answer of ``wlb check`` (``Verdict``). Read in this order:
 
 1. ``job.py``: jobs from keywords or by name. ``filling.py``: the documents of each step.
-2. ``step.py``: ``Steps``, from the plans of the trainer and the price of their micro-batches; ``costs.py`` and
-   ``fsdp.py`` add weights, gradients and the optimizer, ``level.py`` the waits of level steps.
+2. ``step.py``: ``Steps``, from the plans of the trainer and the price of their micro-batches; ``costs.py``
+   adds weights, gradients and the optimizer, ``level.py`` the waits of level steps.
 3. ``rate.py``: work and tokens per second over a few steps; ``run.py``: ``simulate``, many steps and all causes.
 4. ``decide.py``: ``fastest_first`` simulates the most promising choice until the best is settled, here among the pools
    of one layout; ``search.py``: the same among all layouts of a ``SearchSpace`` (``space.py``).

@@ -21,7 +21,6 @@ from wlb.schedules.timing import PipelineTimes
 from wlb.sharding.latency import Phases
 from wlb.sharding.pieces import Shards
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.fsdp import waiting_for_weights
 from wlb.simulate.step import CAUSES, Array, Steps, StepSeconds, slowest_over_mean
 
 Integers = NDArray[np.int64]
@@ -93,7 +92,7 @@ class LevelSteps(StepSeconds):
     def pipelines(self) -> PipelineTimes:
         """All forwards, then all backwards; each rank runs some of them."""
         forward, backward = (phase[:, 0, 0] for phase in self.stages)
-        waits = waiting_for_weights(self.costs, forward[..., None])[..., 0] * ("weight gathers" in self.modelled)
+        waits = self.costs.waiting_for_weights(forward[..., None])[..., 0] * ("weight gathers" in self.modelled)
         starts, ends = np.zeros_like(forward), np.zeros_like(forward)
         free = [[0.0] * self.costs.layout.pool_size for _ in forward]
         meet = "dp ranks" in self.modelled

@@ -2,7 +2,7 @@
 
 The micro-batches of plans are sharded and priced (``wlb.sharding``): from the computing of each rank to the seconds of
 its context-parallel group (``wlb.sharding.latency``), to the seconds of each stage in each micro-batch, to the pipeline
-(``wlb.schedules.timing``), with the collectives of FSDP (``fsdp``). A step ends when its slowest pipeline has reduced
+(``wlb.schedules.timing``), with the collectives of FSDP (``costs``). A step ends when its slowest pipeline has reduced
 its gradients and updated its weights. Every cause of waiting can be left out, to find how much it adds
 (``StepSeconds.where``).
 """
@@ -23,7 +23,6 @@ from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
 from wlb.sharding.latency import Phases, Priced, computing_seconds, over_stages
 from wlb.sharding.pieces import Shards
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.fsdp import late_reduction, with_gathers
 
 Array = NDArray[np.float64]
 
@@ -72,7 +71,7 @@ class StepSeconds(ABC):
     @property
     def late_reduction(self) -> Array:
         """Seconds that reducing gradients adds after the last backward; shape (pp, steps)."""
-        return late_reduction(self.costs, self.stages.backward)
+        return self.costs.late_reduction(self.stages.backward)
 
     @cached_property
     def seconds(self) -> Array:
@@ -170,7 +169,7 @@ class Steps(StepSeconds):
         layout = self.costs.layout
         forward, backward = self.stages
         if "weight gathers" in self.modelled:
-            forward, backward = with_gathers(self.costs, forward, backward, moving=self.moving)
+            forward, backward = self.costs.with_gathers(forward, backward, moving=self.moving)
         if not layout.keeps_weights:  # but gathered in every micro-batch, so all ranks wait for each other
             forward, backward = (self._in_lock_step(seconds, layout.pools) for seconds in (forward, backward))
         sent = layout.pp > 1 and "stage transfers" in self.modelled

@@ -24,7 +24,6 @@ from wlb.schedules.timing import in_dependency_order
 from wlb.sharding import price_shards
 from wlb.sharding.pieces import Shards
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.fsdp import late_reduction, with_gathers
 from wlb.simulate.step import Steps
 from wlb.workload.base import Phase
 from wlb_studies.policies.exchange import all_to_all_of_heads, kv_bytes, moved_bytes, moving_seconds, shown_seconds
@@ -135,7 +134,7 @@ def _lockstep_seconds(seconds: SlotSeconds, ranks: Ranks) -> float:
         np.stack([phase[s * ranks.count : (s + 1) * ranks.count, s].max(axis=0) for s in range(job.layout.pp)])
         for phase in (seconds.forward, seconds.backward)
     )  # (stages, ticks)
-    gathered, _ = with_gathers(costs, forward, backward)
+    gathered, _ = costs.with_gathers(forward, backward)
     waits = float((gathered - forward)[:, 0].max())
     filling = 2 * (job.layout.pp - 1) * float(costs.job.transfer_seconds(seconds.tokens.max()))
     update = float((costs.rank_reduction + costs.optimizer).max())
@@ -159,7 +158,7 @@ def step_seconds(
     forward, backward = seconds.forward[None], seconds.backward[None]
     if not job.layout.keeps_weights and not fetched:
         began = np.zeros_like(began)  # weights are gathered from all ranks in every micro-batch
-    staged = with_gathers(costs, forward, backward, moving=seconds.moving)
+    staged = costs.with_gathers(forward, backward, moving=seconds.moving)
     if fetched:  # except by ranks without a micro-batch left
         forward_gathered, backward_gathered = (np.where(seconds.tokens[:, None] > 0, phase, 0.0) for phase in staged)
         staged = forward_gathered, backward_gathered
@@ -169,7 +168,7 @@ def step_seconds(
     together = _filled(began.astype(np.float64), slots).astype(np.int64)
     ends = joined_ends(job.layout.operations(slots), forwards, backwards, together, transfer).max(axis=1)
     if updates_weights:
-        ends = ends + late_reduction(costs, backward)[:, 0] + costs.optimizer
+        ends = ends + costs.late_reduction(backward)[:, 0] + costs.optimizer
     return float(ends.max())
 
 

@@ -10,7 +10,6 @@ from tests.simulate.jobs import SHAPE, WINDOW
 from wlb.job.prices import Software
 from wlb.simulate import simulated_job
 from wlb.simulate.costs import JobCosts
-from wlb.simulate.fsdp import beside_computing, with_gathers
 from wlb.workload import hardware_preset
 
 H100 = hardware_preset("h100")
@@ -24,16 +23,16 @@ def costs(software: Software, hardware: Any = H100, **layout: Any) -> JobCosts:
 
 def added(software: Software, moving: float = 0.0, **layout: Any) -> tuple[list[float], list[float]]:
     """Seconds that gathers and reductions add to each micro-batch."""
-    forward, backward = with_gathers(costs(software, **layout), FORWARD, BACKWARD, moving=moving)
+    forward, backward = costs(software, **layout).with_gathers(FORWARD, BACKWARD, moving=moving)
     return (forward - FORWARD).ravel().tolist(), (backward - BACKWARD).ravel().tolist()
 
 
 def test_collectives_beside_computing_show_what_outlasts_it_and_a_share():
     of_job = costs(Software())
-    shown = beside_computing(of_job, 2.0, np.array([0.0, 1.0, 2.0, 5.0]))
+    shown = of_job.beside_computing(2.0, np.array([0.0, 1.0, 2.0, 5.0]))
     np.testing.assert_allclose(shown, [2.0, 1.0 + 0.4, 0.8, 0.8])
     ideal = costs(Software(), replace(H100, exposed=0.0))
-    np.testing.assert_allclose(beside_computing(ideal, 2.0, np.array([1.0, 5.0])), [1.0, 0.0])
+    np.testing.assert_allclose(ideal.beside_computing(2.0, np.array([1.0, 5.0])), [1.0, 0.0])
 
 
 def test_weights_are_gathered_as_the_software_does():
