@@ -47,10 +47,12 @@ def test_only_the_systems_that_are_named_are_compared(even):
 
 
 def test_a_system_that_cannot_run_the_job_is_left_out_and_says_why(even, monkeypatch):
-    def searched(space, lengths, preset, watched):
-        return UserError("no pool has room") if preset == "balanced" else fastest(space, preset, lengths)
+    def searched(space, system, lengths, told):
+        if system == "balanced":
+            raise UserError("no pool has room")
+        return fastest(space, system, lengths)
 
-    monkeypatch.setattr("wlb.simulate.estimate._searched", searched)
+    monkeypatch.setattr("wlb.simulate.estimate.fastest", searched)
     asked = ("check", even, *LITTLE, "--gpus", 1, "--systems")
     out, found = printed_both(*asked, "plain-4d,balanced")
     assert "balanced is left out: no pool has room" in out

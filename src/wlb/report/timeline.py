@@ -99,6 +99,6 @@ def timeline(plan: StepPlan, job: Job) -> Timeline:
         times.ends[:, 0],
         np.stack([computed[o.kind][0, :, o.stage, o.micro_batch] for o in times.operations]),
         times.rank_ends[:, 0],
-        steps.late_reduction[:, 0],
+        steps.costs.late_reduction(steps.stages.backward)[:, 0],
         steps.costs.optimizer,
     )

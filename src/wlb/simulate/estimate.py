@@ -128,7 +128,14 @@ def estimate(
         systems[place:place] = [*kept, TUNED]
         systems += [BALANCED_TUNED] if BALANCED in presets else []
     watched = _Watched(systems, on_progress)
-    found = _each(lambda name: _searched(space, lengths, name, watched), systems, watched)
+
+    def searched(system: str) -> Job | UserError:
+        try:
+            return fastest(space, system, lengths, partial(watched.searched, system))
+        except UserError as error:
+            return error
+
+    found = _each(searched, systems, watched)
     jobs = {name: one for name, one in found.items() if isinstance(one, Job)}
     failures = {name: one for name, one in found.items() if isinstance(one, UserError)}
     if BASELINE in failures or not jobs:
@@ -225,13 +232,6 @@ class _Watched:
     def show(self) -> None:
         if os.getpid() == self._here:
             self._told(dict(zip(self._systems, zip(self._done, self._rates, strict=True), strict=True)))
-
-
-def _searched(space: SearchSpace, lengths: NDArray[np.int64], system: str, watched: _Watched) -> Job | UserError:
-    try:
-        return fastest(space, system, lengths, partial(watched.searched, system))
-    except UserError as error:
-        return error
 
 
 def _each(function: Callable[[str], T], names: Sequence[str], watched: _Watched) -> dict[str, T]:

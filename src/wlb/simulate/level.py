@@ -58,12 +58,11 @@ class LevelSteps(StepSeconds):
             for step, plan in enumerate(plans)
             for place, one in enumerate(plan.micro_batches)
         ]
-        kinds = []
-        job = costs.job
+        job, kinds = costs.job, []
         of_kinds = level_shards(micro_batches, pool, costs.rank, job.ranks_per_node, job.sharding.strategy)
         for mine, priced, shards in of_kinds:
             steps, places, ranks = (np.array(column) for column in zip(*(runs[run] for run in mine), strict=True))
-            of_kind = Steps.of_shards(shards.reshaped(1, 1, len(mine)), JobCosts(costs.job, priced.nodes))
+            of_kind = Steps.of_shards(shards.reshaped(1, 1, len(mine)), JobCosts(job, priced.nodes))
             kinds.append(_Kind(steps, places, ranks, of_kind))
         return cls(costs, tuple(runs), tuple(kinds))
 
@@ -76,17 +75,14 @@ class LevelSteps(StepSeconds):
     @property
     def computing(self) -> Phases:
         """Computing seconds of each rank, without waiting; shape (steps, 1, 1, micro-batches, cp)."""
-        phases = zip(*(kind.priced.computing for kind in self.kinds), strict=True)
-        return Phases(*(self._table([phase[:, :, 0] for phase in of_kinds])[:, :, None] for of_kinds in phases))
+        return self._phases([kind.priced.computing for kind in self.kinds])
 
     @cached_property
     def stages(self) -> Phases:
         """Seconds of micro-batches, those of their slowest rank; shape (steps, 1, 1, micro-batches)."""
-        kinds = [(replace(kind.priced, modelled=self.modelled).stages, kind.ranks) for kind in self.kinds]
-        phases = zip(
-            *([phase[:, :, 0] / self._speeds[ranks].min(axis=1) for phase in p] for p, ranks in kinds), strict=True
-        )
-        return Phases(*(self._table(of_kinds)[:, :, None] for of_kinds in phases))
+        slowest = [self._speeds[kind.ranks].min(axis=1) for kind in self.kinds]
+        stages = (replace(kind.priced, modelled=self.modelled).stages for kind in self.kinds)
+        return self._phases([Phases(f / speed, b / speed) for (f, b), speed in zip(stages, slowest, strict=True)])
 
     @cached_property
     def pipelines(self) -> PipelineTimes:
@@ -152,6 +148,11 @@ class LevelSteps(StepSeconds):
     def _speeds(self) -> Array:
         """Speeds of the ranks; all 1 if the job does not know them."""
         return np.array(self.costs.job.speeds or [1.0] * self.costs.layout.pool_size)
+
+    def _phases(self, of_kinds: Sequence[Phases]) -> Phases:
+        """Phases of all micro-batches from those of each kind, which have one step, rank and stage."""
+        of_all = ([phase[:, :, 0] for phase in of_kind] for of_kind in zip(*of_kinds, strict=True))
+        return Phases(*(self._table(phases)[:, :, None] for phases in of_all))
 
     def _table(self, of_kinds: Sequence[NDArray[Any]]) -> NDArray[Any]:
         """Values of micro-batches, shape (steps, 1, micro-batches), or of their ranks, with a last axis cp."""

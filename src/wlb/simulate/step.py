@@ -68,17 +68,12 @@ class StepSeconds(ABC):
     def stages(self) -> Phases:
         """Seconds of stages in micro-batches; shape (steps, dp, stages, micro-batches)."""
 
-    @property
-    def late_reduction(self) -> Array:
-        """Seconds that reducing gradients adds after the last backward; shape (pp, steps)."""
-        return self.costs.late_reduction(self.stages.backward)
-
     @cached_property
     def seconds(self) -> Array:
         """Seconds of the steps; shape (steps,)."""
         of_rank = self.ends.max(axis=2) if "dp ranks" in self.modelled else self.ends.mean(axis=2)
         if "gradient reduction" in self.modelled:
-            of_rank = of_rank + self.late_reduction
+            of_rank = of_rank + self.costs.late_reduction(self.stages.backward)
         if "optimizer" in self.modelled:
             of_rank = of_rank + self.costs.optimizer[:, None]
         return np.asarray(of_rank.max(axis=0))
