@@ -8,7 +8,7 @@ finds the fastest layout of every preset (``wlb.simulate.search``), simulates al
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -195,7 +195,7 @@ def _verdict(
     simulated = partial(simulate_draws, lengths=lengths, steps=steps, work_prices=prices)
 
     def of_draws(name: str) -> list[SimulationResult]:
-        return simulated(jobs[name], on_progress=partial(watched.simulated, name, DRAWS * steps))
+        return [*watched.drawing(name, simulated(jobs[name]))]
 
     verdict = Verdict(_each(of_draws, [*jobs], watched), gives_checkpointing=bool(space and space.checkpointing))
     base, winner = (verdict.of_draws[name][0].job for name in (verdict.base, verdict.winner))
@@ -208,7 +208,7 @@ def _verdict(
         return verdict
     there = space.fixed_to(replace(base.layout, weights="auto"), space.checkpointing, space.micro_batch_windows)
     job = fastest_layout(there, lengths, configured if verdict.winner == CONFIGURED else verdict.winner).job
-    return replace(verdict, moved=simulated(job)) if fits(job) else verdict
+    return replace(verdict, moved=[*simulated(job)]) if fits(job) else verdict
 
 
 class _Watched:
@@ -224,10 +224,12 @@ class _Watched:
         self._done[place], self._rates[place] = self._search * done, rate
         self.show()
 
-    def simulated(self, system: str, all_steps: int, steps: int) -> None:
-        place = self._systems.index(system)
-        self._done[place] = max(self._search, self._done[place]) + (1 - self._search) * steps / all_steps
-        self.show()
+    def drawing(self, system: str, draws: Iterator[T]) -> Iterator[T]:
+        for draw in draws:
+            place = self._systems.index(system)
+            self._done[place] = max(self._search, self._done[place]) + (1 - self._search) / DRAWS
+            self.show()
+            yield draw
 
     def show(self) -> None:
         if os.getpid() == self._here:

@@ -4,7 +4,7 @@ Plans come from the planner of the trainer (``wlb.job.planner``), epoch after ep
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any, Self
@@ -111,9 +111,8 @@ def simulate(
     *,
     warm_up: int = 0,
     work_prices: DocumentPrices | None = None,
-    on_progress: Callable[[int], None] = lambda steps: None,
 ) -> SimulationResult:
-    """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens; ``on_progress`` gets steps just done.
+    """Simulate ``steps`` steps of ``job`` on documents of ``lengths`` tokens.
 
     ``warm_up`` steps come before them and do not count, because a job that delays documents starts with none waiting.
 
@@ -148,7 +147,6 @@ def simulate(
         arrived = np.minimum(of_documents[document % len(of_documents)] - start // window * window, window)
         pairs += float(attended_pairs(length).sum())
         whole_pairs += float((attended_pairs(arrived) * length / arrived).sum())
-        on_progress(len(plans))
     return SimulationResult(
         **vars(rated),
         job=job,

@@ -7,7 +7,7 @@ its spread is that of the single draws. Warm-up steps do not count: a preset tha
 queue and would look fast until the queue is full.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -296,20 +296,11 @@ def rounded(shares: Sequence[float]) -> list[int]:
     return [int(percent) for percent in whole]
 
 
-def simulate_draws(
-    job: Job,
-    lengths: Lengths,
-    steps: int,
-    work_prices: DocumentPrices,
-    on_progress: Callable[[int], None] = lambda steps: None,
-) -> list[SimulationResult]:
+def simulate_draws(job: Job, lengths: Lengths, steps: int, work_prices: DocumentPrices) -> Iterator[SimulationResult]:
     """Simulate ``job`` on each draw of the documents: ``steps`` steps after ``usual_steps`` warm-up steps."""
-    warm_up = usual_steps(job.global_batch)
-    job = decide(job, lengths)
-    return [
-        simulate(drawn(job, draw), lengths, steps, warm_up=warm_up, work_prices=work_prices, on_progress=on_progress)
-        for draw in range(DRAWS)
-    ]
+    warm_up, job = usual_steps(job.global_batch), decide(job, lengths)
+    for draw in range(DRAWS):
+        yield simulate(drawn(job, draw), lengths, steps, warm_up=warm_up, work_prices=work_prices)
 
 
 def usual_steps(global_batch: int) -> int:

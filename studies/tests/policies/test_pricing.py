@@ -227,7 +227,7 @@ def test_policies_that_run_apart_come_to_the_same():
 def test_presets_are_as_fast_as_the_verdict_says(preset, context_window):
     searched = space(gpus=2, global_batch=4, context_window=context_window)
     found = fastest_layout(searched, documents(), preset)
-    results = simulate_draws(found.job, documents(), 3, searched.work_prices)
+    results = [*simulate_draws(found.job, documents(), 3, searched.work_prices)]
     outcome = POLICIES[preset].best(preset, searched, documents(), 3)
     assert outcome.draw_seconds == [result.seconds for result in results]
     assert outcome.tokens_per_second == pytest.approx(pooled(results).tokens_per_second)

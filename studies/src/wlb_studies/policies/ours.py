@@ -38,7 +38,7 @@ class PresetPolicy(Policy):
         steps = steps or usual_steps(space.global_batch)
         space = replace(space, fixed={**space.fixed, "head": self.head})
         found = fastest_layout(space, lengths, self.preset or name)
-        results = simulate_draws(found.job, lengths, steps, space.work_prices)
+        results = [*simulate_draws(found.job, lengths, steps, space.work_prices)]
         job, together = results[0].job, pooled(results)
         exchanged, planning = _measured(job, lengths, min(steps, _MEASURED))
         return Outcome(
