@@ -30,7 +30,7 @@ def names() -> dict[str, Any]:
     """What all cells defined; ``printed`` is their text. The verdict is of few layouts and one step."""
 
     def estimated(space: SearchSpace, lengths: Any, presets: list[str], source: str) -> Estimate:
-        few = replace(space, fixed=(("cp", 2), ("pp", 1), ("tp", 4)))
+        few = replace(space, fixed={"cp": 2, "pp": 1, "tp": 4})
         return estimate(few, lengths, presets, 1, source=source)
 
     found: dict[str, Any] = {}

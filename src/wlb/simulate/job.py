@@ -2,7 +2,7 @@
 
 The named jobs are those of the evaluation of the paper, and the one of its introduction. Quoted: WLB-LLM (arXiv
 2503.17924), Table 1, for model, context window and GPUs; section 1 for the job of 405B parameters on 8,192 GPUs.
-Assumed: its shape is that of Llama 3 405B, and the global batch (``wlb_studies.paper.jobs`` has the layouts).
+Assumed: its shape is that of Llama 3 405B, and the global batch (their layouts are in the studies).
 """
 
 from dataclasses import fields, replace
