@@ -38,11 +38,10 @@ from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import agreeing_group, device_of, sharing_group, warn
 from wlb.runtime.environment import set_up_gpu
-from wlb.runtime.loss import IGNORE_LABEL, packed_loss
+from wlb.runtime.loss import IGNORE_LABEL
+from wlb.runtime.loss import packed_loss as packed_loss
 from wlb.runtime.reading import make_batch, read_batch
 from wlb.runtime.steps import PlannedSteps, RankStep, RankSteps, digest_of
-
-__all__ = ["FlatteningCollator", "PackedBatch", "PackedSteps", "cu_seqlens_of", "packed_batches", "packed_loss"]
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
         return [[[prices.seconds(getattr(one, of)) for one in rank] for rank in step] for step in steps]
 
     def mean(of_steps: list[list[list[float]]]) -> float:
-        return sum(_step_seconds(step, waits_inside) for step in of_steps) / len(steps)
+        slots = (zip_longest(*step, fillvalue=0.0) if waits_inside else [map(sum, step)] for step in of_steps)
+        return sum(sum(map(max, of_step)) for of_step in slots) / len(steps)
 
     computed, unpadded = seconds("computed"), seconds("documents")
     measured = [[[one.seconds for one in rank] for rank in step] for step in steps]
@@ -136,10 +137,6 @@ def gain_of(steps: Sequence[Step], *, waits_inside: bool, on_cuda: bool = False)
         context_window=window,
         micro_batches=micro_batches,
     )
-
-
-def _step_seconds(ranks: Sequence[Sequence[float]], waits_inside: bool) -> float:
-    return sum(map(max, zip_longest(*ranks, fillvalue=0.0))) if waits_inside else max(map(sum, ranks))
 
 
 def _fitted(steps: Sequence[Step], waits_inside: bool, waits_measured: bool) -> FittedPrices:

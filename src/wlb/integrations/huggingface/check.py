@@ -90,18 +90,14 @@ def check_arguments(trainer_class: type[Any], arguments: Mapping[str, Any]) -> N
             raise UserError(f"{stream}; load all of it, or use packed_batches")
 
 
-def check_settings(trainer: Any, planning: Mapping[str, Any]) -> None:
-    """Raise ``UserError`` if ``trainer`` would not train the planned micro-batches, or not exactly."""
-    refuse(_objections(trainer, planning))
-
-
 def _objections_to_collator(collator: Any) -> Iterator[str]:
     if type(collator) is not FlatteningCollator:
         name = getattr(collator, "__name__", type(collator).__name__)
         yield f"the data collator {name} would have no effect, because documents arrive packed; leave it out"
 
 
-def _objections(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
+def objections_to_settings(trainer: Any, planning: Mapping[str, Any]) -> Iterator[str]:
+    """Reasons why ``trainer`` would not train the planned micro-batches, or not exactly."""
     args, model = trainer.args, type(trainer.model).__name__
     yield from _objections_to_collator(trainer.data_collator)
     for name in _REPLACED:

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from wlb.errors import UserError, require
 from wlb.integrations.document_fields import FIELDS
-from wlb.integrations.huggingface.attention import check_rotary, prepare_model, register_attention
-from wlb.integrations.huggingface.check import check_arguments, check_settings, check_trainer, set_right
+from wlb.integrations.huggingface.attention import check_rotary, prepare_model, refuse, register_attention
+from wlb.integrations.huggingface.check import check_arguments, check_trainer, objections_to_settings, set_right
 from wlb.integrations.packed import FlatteningCollator, PackedBatch, PackedSteps
 from wlb.runtime.collectives import on_every_rank, warn
 from wlb.runtime.environment import set_up_gpu
@@ -81,7 +81,7 @@ class _BalancedTrainer:
             warn(f"balanced() set {', '.join(changed)}")
         if self.train_dataset is None:
             return  # for evaluation only
-        check_settings(self, self._wlb_planning)
+        refuse(objections_to_settings(self, self._wlb_planning))
         self._wlb_epochs = max(1, ceil(self.args.num_train_epochs))
         self.args.ignore_data_skip = True  # the loader knows where to begin
         self._wlb_steps = self._wlb_planned_steps()
@@ -108,7 +108,7 @@ class _BalancedTrainer:
         """Train as ``Trainer.train``, from the next documents of the checkpoint. Raises ``UserError`` if it cannot."""
         if self.train_dataset is None:
             raise UserError("there are no documents to train; give train_dataset")
-        check_settings(self, self._wlb_planning)  # again, as attributes may have changed
+        refuse(objections_to_settings(self, self._wlb_planning))  # again, as attributes may have changed
         self._wlb_loader = on_every_rank(partial(self._wlb_loader_after, resume_from_checkpoint))
         self._wlb_steps.agree()  # before the check, which would deadlock with different documents
         return super().train(resume_from_checkpoint, *positional, **arguments)  # type: ignore[misc]

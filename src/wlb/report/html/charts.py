@@ -69,10 +69,7 @@ def length_histogram(lengths: NDArray[np.int64]) -> Markup:
 
 
 def bars(
-    caption: Caption,
-    rows: Sequence[tuple[str, Sequence[float], str]],
-    label: str,
-    parts: Sequence[str],
+    caption: Caption, rows: Sequence[tuple[str, Sequence[float], str]], label: str, parts: Sequence[str]
 ) -> Markup:
     """One bar a row (name, values, total as shown): the shares of ``parts``, which are written in tooltips."""
 
