@@ -44,7 +44,7 @@ from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
 from wlb.workload import Costs, ModelShape, Phase, Seconds, hardware_preset
-from wlb_studies.sharding import sample_micro_batches
+from wlb_studies.sharding import pairs_of_ranks, sample_micro_batches
 
 CP_SIZE = 2
 HEADS, HEAD_DIM = 4, 64
@@ -237,7 +237,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _slowest_and_mean(plan: ShardPlan) -> NDArray[np.float64]:
-    return np.array([plan.attended_pairs.max(), plan.attended_pairs.mean()])
+    pairs = pairs_of_ranks(plan)
+    return np.array([pairs.max(), pairs.mean()])
 
 
 @command

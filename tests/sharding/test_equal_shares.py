@@ -13,7 +13,7 @@ from wlb.documents.lengths import read_lengths
 from wlb.sharding import MicroBatches, ShardPlan, make_shard_plan
 from wlb.sharding.equal_shares import balanced
 from wlb.workload import make_workload
-from wlb_studies.sharding import shard_latency
+from wlb_studies.sharding import pairs_of_ranks, shard_latency
 
 WINDOW = 131_072
 WORKLOAD = make_workload("llama3-8b", "h100", tp=8)
@@ -25,7 +25,7 @@ def _slice(lengths: list[int], ranks: int) -> ShardPlan:
 
 def _unevenness(plan: ShardPlan) -> tuple[float, float]:
     """The most over the mean, of tokens and of attended pairs."""
-    tokens, pairs = plan.tokens_per_rank, plan.attended_pairs
+    tokens, pairs = plan.tokens_per_rank, pairs_of_ranks(plan)
     return float(tokens.max() / tokens.mean()), float(pairs.max() / pairs.mean())
 
 

@@ -23,7 +23,7 @@ from wlb.sharding import (
 from wlb.sharding.latency import Priced
 from wlb.sharding.pieces import locality
 from wlb.workload import make_workload
-from wlb_studies.sharding import shard_latency
+from wlb_studies.sharding import pairs_of_ranks, shard_latency
 
 WORKLOAD = make_workload("llama3-8b", "h100", tp=2)
 
@@ -105,7 +105,7 @@ def test_own_share_counts_pairs_whose_keys_the_rank_holds(lengths, cp, strategy)
             of_segments = (held[segment[held] == number] for number in range(len(of_one)))
             pairs = sum(int(np.searchsorted(own, own, side="right").sum()) for own in of_segments)
             if len(held):
-                assert shards.own_share[index, rank] == pytest.approx(pairs / plan.attended_pairs[rank])
+                assert shards.own_share[index, rank] == pytest.approx(pairs / pairs_of_ranks(plan)[rank])
 
 
 def test_an_empty_micro_batch_costs_nothing():

@@ -15,7 +15,7 @@ from tests.sharding.micro_batches import (
 )
 from wlb.errors import UserError
 from wlb.sharding import STRATEGIES, make_shard_plan
-from wlb_studies.sharding import shard_latency
+from wlb_studies.sharding import pairs_of_ranks, shard_latency
 
 strategies = st.sampled_from(sorted(STRATEGIES))
 workloads = st.sampled_from(sorted(WORKLOADS))
@@ -96,11 +96,11 @@ def test_a_slice_is_dealt_evenly_and_all_ranks_receive_it(lengths, cp_size, stra
     traffic, pairs = tokens[:, None] * (1 - np.eye(cp_size, dtype=int)), causal_mask((lengths[0],)).sum()
     if lengths[1:]:
         others = make_shard_plan(lengths[1:], cp_size, strategy)
-        traffic, pairs = traffic + others.kv_traffic, pairs + others.attended_pairs.sum()
+        traffic, pairs = traffic + others.kv_traffic, pairs + pairs_of_ranks(others).sum()
         for table, of_others in zip(plan.pieces, others.pieces, strict=True):
             np.testing.assert_array_equal(table[table[:, 0] > 0] - [1, 0, 0], of_others)
     np.testing.assert_array_equal(plan.kv_traffic, traffic)
-    assert plan.attended_pairs.sum() == pairs + earlier * lengths[0]
+    assert pairs_of_ranks(plan).sum() == pairs + earlier * lengths[0]
     assert plan.earlier == earlier
 
 

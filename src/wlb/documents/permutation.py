@@ -53,14 +53,12 @@ class Permutation:
 
     def between(self, start: int, stop: int) -> NDArray[np.int64]:
         """The documents at positions ``start`` to ``stop``, or to the last one."""
-        if self._whole is not None:
-            return self._whole[start:stop]
         stop = min(stop, int(self._size))
         parts = [
             _block(*self._made_from, block)[max(start - block, 0) : stop - block]
             for block in range(start - start % _BLOCK, stop, _BLOCK)
         ]
-        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
+        return np.concatenate([np.empty(0, np.int64), *parts])
 
     def _encrypted(self, numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """The network itself. The halves change each other in turn, so they may differ in width."""

@@ -15,8 +15,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.workload.flops import attended_pairs
-
 Table = NDArray[np.int64]
 
 # Where parts begin and end, by the number of parts. Keys and values arrive in parts; each is attended while the next is
@@ -53,13 +51,6 @@ class ShardPlan:
     def tokens_per_rank(self) -> NDArray[np.int64]:
         """Tokens that each rank holds; shape (cp_size,)."""
         return np.array([int((table[:, 2] - table[:, 1]).sum()) for table in self.pieces])
-
-    @cached_property
-    def attended_pairs(self) -> NDArray[np.int64]:
-        """Query-key pairs that each rank computes; shape (cp_size,)."""
-        before = [(table[:, :1] == 0) * (self.earlier or 0) for table in self.pieces]
-        pairs = [attended_pairs(table[:, 1:] + more) for table, more in zip(self.pieces, before, strict=True)]
-        return np.array([int((stop - start).sum()) for start, stop in map(np.transpose, pairs)])
 
     @cached_property
     def receivers(self) -> NDArray[np.bool_]:

@@ -21,6 +21,7 @@ from wlb.sharding.latency import Priced
 from wlb.sharding.pieces import Pieces, in_order, locality
 from wlb.sharding.plan import owners
 from wlb.workload import Costs
+from wlb.workload.flops import attended_pairs
 from wlb_studies.plots import pyplot_without_display, save
 
 _CHOICES = ("per_document", "per_sequence")
@@ -85,7 +86,7 @@ def compare_strategy(
         plan = make_shard_plan(lengths, cp_size, strategy, workload=workload)
         planning_ms = 1e3 * (time.process_time() - began)
         latency = shard_latency(plan, workload)
-        balance = (_imbalance(plan.attended_pairs), latency.imbalance, _imbalance(plan.tokens_per_rank))
+        balance = (_imbalance(pairs_of_ranks(plan)), latency.imbalance, _imbalance(plan.tokens_per_rank))
         rows.append((*balance, plan.kv_gather_fraction, latency.slowest, planning_ms))
         if strategy == "adaptive":
             chosen[_choice(plan, lengths)] += 1
@@ -122,6 +123,13 @@ def shard_latency(plan: ShardPlan, costs: Costs) -> ShardLatency:
         gather=2 * float(exchange),
         slowest=float(Priced.of(shards, costs).whole.both[0]),
     )
+
+
+def pairs_of_ranks(plan: ShardPlan) -> NDArray[np.int64]:
+    """Query-key pairs that each rank computes; shape (cp_size,)."""
+    before = [(table[:, :1] == 0) * (plan.earlier or 0) for table in plan.pieces]
+    pairs = [attended_pairs(table[:, 1:] + more) for table, more in zip(plan.pieces, before, strict=True)]
+    return np.array([int((stop - start).sum()) for start, stop in map(np.transpose, pairs)])
 
 
 def _choice(plan: ShardPlan, lengths: NDArray[np.int64]) -> str:

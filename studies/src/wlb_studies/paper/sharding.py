@@ -15,7 +15,7 @@ from wlb.workload import Costs, make_workload, model_shape
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, column_of, grouped_bars
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import Documents, corpus
-from wlb_studies.sharding import sample_micro_batches, shard_latency
+from wlb_studies.sharding import pairs_of_ranks, sample_micro_batches, shard_latency
 
 WINDOWS = (65_536, 131_072)
 CP = 4
@@ -89,7 +89,7 @@ def _strategy(name: str, lengths: NDArray[np.int64], workload: Costs) -> Strateg
     latency = shard_latency(plan, workload)
     busy = float((latency.attention + latency.linear).max())
     everything = 2 * float(workload.exchange_seconds(int(lengths.sum()) * (CP - 1) // CP, CP))
-    pairs = plan.attended_pairs
+    pairs = pairs_of_ranks(plan)
     imbalance = float(pairs.max() / pairs.mean())
     return Strategy(busy + everything, busy + latency.gather, imbalance, plan.kv_gather_fraction)
 
