@@ -17,7 +17,7 @@ from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.schedules.critical_path import PipelineLoad, critical_path_lists
 from wlb.schedules.operations import RankOperations
 from wlb.sharding.latency import Priced, over_stages
-from wlb.workload.base import TICKS
+from wlb.workload.base import in_ticks
 
 
 def with_operations(job: Job, plan: StepPlan, pipeline: int | None = None) -> StepPlan:
@@ -56,13 +56,13 @@ class PipelineLoads:
             (price(longest, "blocks"), price(longest, "head")) for price in (costs.weight_seconds, costs.joined_seconds)
         )
         self._forward, self._backward, weight, joins = (
-            np.rint(TICKS * over_stages(*of_model, job.stage_shares, job.head_shares)).astype(np.int64)
+            in_ticks(over_stages(*of_model, job.stage_shares, job.head_shares))
             for of_model in (*zip(*priced, strict=True), weights, joined)
         )
         self._weight = np.minimum(weight, self._backward) if job.splits_backward else None
         self._joined = np.minimum(joins, weight)
-        self._head = np.rint(TICKS * priced.head.both).astype(np.int64) if job.layout.deals_head else None
-        self._transfer = np.rint(TICKS * job.transfer_seconds(longest)).astype(np.int64)
+        self._head = in_ticks(priced.head.both) if job.layout.deals_head else None
+        self._transfer = in_ticks(job.transfer_seconds(longest))
         tokens = np.array([one.tokens for one in micro_batches])
         sliced = np.array([one.segments[0].length if one.is_slice else 0 for one in micro_batches])
         token = TokenMemory(job)

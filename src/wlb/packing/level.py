@@ -32,7 +32,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.packing.plan import Integers, PlannedMicroBatch, StageRanks
 from wlb.settings import MOST_RANKS
-from wlb.workload.base import TICKS, DocumentPrices
+from wlb.workload.base import TICKS, DocumentPrices, in_ticks
 
 _SHARED_TOO = 4  # longest documents of single ranks that are tried on two ranks
 _EVENLY = 1.01  # a step that ends within this factor of perfect balance is good enough
@@ -112,14 +112,14 @@ class _Step:
         self._nodes = np.arange(0, ranks.count, ranks.per_node)[:, None]  # the first rank of each node
         self._even = 100 * int((sizes * ticks).sum()) // int(self._speeds.sum())
         full = np.array([max_tokens])
-        self._full = int(_ticks(prices.alone(full) + prices.beginning(full))[0])
+        self._full = int(in_ticks(prices.alone(full) + prices.beginning(full))[0])
         shared, alone = np.flatnonzero(sizes > 1), np.flatnonzero(sizes == 1)
         alone = alone[np.lexsort((alone, lengths[alone]))]
-        adds = _ticks(prices.alone(lengths[alone]))
+        adds = in_ticks(prices.alone(lengths[alone]))
         # Unplaced documents for single ranks, shortest first; ticks that each adds to a micro-batch, or with a new one.
         self._short: list[int] = alone.tolist()
         self._adds: list[int] = adds.tolist()
-        self._begins: list[int] = (adds + _ticks(prices.beginning(lengths[alone]))).tolist()
+        self._begins: list[int] = (adds + in_ticks(prices.beginning(lengths[alone]))).tolist()
         for document in shared[np.lexsort((-ticks[shared], -sizes[shared]))].tolist():
             self._share(document, int(sizes[document]), int(ticks[document]))
         self._deal_out()
@@ -255,7 +255,7 @@ def _sized(lengths: Integers, max_tokens: int, prices: StagePrices, ranks: Stage
     most = _most(ranks)
     sizes = np.maximum(1, -(-lengths // max_tokens))
     fixed = float(prices.beginning(np.array([max_tokens]))[0]) / max_tokens  # a token's share of the fixed cost
-    ticks = _group_ticks(lengths, sizes, _ticks(prices.alone(lengths) + fixed * lengths), sizes > 1, prices)
+    ticks = _group_ticks(lengths, sizes, in_ticks(prices.alone(lengths) + fixed * lengths), sizes > 1, prices)
     for _ in range(_ROUNDS):
         even = _even(sizes, ticks, ranks)
         late = (ticks > even) & (sizes < most)
@@ -293,12 +293,8 @@ def _group_ticks(
     ticks = ticks.copy()
     for size in np.unique(sizes[changed]).tolist():
         of_size = changed & (sizes == size)
-        ticks[of_size] = _ticks(prices.shared(lengths[of_size], size))
+        ticks[of_size] = in_ticks(prices.shared(lengths[of_size], size))
     return ticks
-
-
-def _ticks(seconds: float | NDArray[np.float64]) -> Integers:
-    return np.rint(np.asarray(seconds) * TICKS).astype(np.int64)
 
 
 def _even(sizes: Integers, ticks: Integers, ranks: StageRanks) -> float:

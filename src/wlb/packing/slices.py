@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike
 from wlb.lightest import into_lightest
 from wlb.packing.exchanges import members_of
 from wlb.packing.plan import Integers, PlannedMicroBatch
-from wlb.workload.base import TICKS, DocumentPrices
+from wlb.workload.base import TICKS, DocumentPrices, in_ticks
 from wlb.workload.costs import QUERY_TILE
 
 _SLACK = 0.05  # of the mean micro-batch: a slice may cost this much more before the document is cut once more
@@ -33,7 +33,7 @@ def sliced_pipelines(
     ``lengths`` are the tokens of the documents of a step; no micro-batch holds more than ``max_tokens`` tokens.
     """
     tokens = np.asarray(lengths, np.int64)
-    ticks = _ticks(prices, tokens)
+    ticks = in_ticks(prices.document_seconds(tokens))
     falling = np.argsort(-tokens, kind="stable")
     rooms = [micro_batches * max_tokens] * pipelines
     owners = into_lightest(tokens[falling].tolist(), ticks[falling].tolist(), [0.0] * pipelines, rooms)
@@ -60,7 +60,7 @@ def _pipeline(
             slices += [(document, start, stop) for start, stop in pairwise(cuts)]
     slices += [(-1, 0, 0)] * (micro_batches - len(slices))
     _, start, stop = np.array(slices).T
-    loads = (_ticks(prices, stop) - _ticks(prices, start)).astype(float).tolist()
+    loads = (in_ticks(prices.document_seconds(stop)) - in_ticks(prices.document_seconds(start))).astype(float).tolist()
     whole = parts == 1
     owners = into_lightest(tokens[whole].tolist(), ticks[whole].tolist(), loads, (max_tokens - stop + start).tolist())
     left += documents[whole][owners < 0].tolist()
@@ -89,7 +89,7 @@ def _cuts(length: int, parts: int, max_tokens: int, prices: DocumentPrices) -> l
     If a slice would have over ``max_tokens`` tokens, it ends earlier, and the slices after it share the remaining work.
     """
     ends = np.append(np.arange(QUERY_TILE, length, QUERY_TILE), length)
-    work = _ticks(prices, ends)
+    work = in_ticks(prices.document_seconds(ends))
     cuts, done, place = [0], 0, -1
     while cuts[-1] < length:
         share = (work[-1] - done) / max(1, parts + 1 - len(cuts))
@@ -99,7 +99,3 @@ def _cuts(length: int, parts: int, max_tokens: int, prices: DocumentPrices) -> l
         cuts.append(int(ends[place]))
         done = int(work[place])
     return cuts
-
-
-def _ticks(prices: DocumentPrices, tokens: Integers) -> Integers:
-    return np.rint(prices.document_seconds(tokens) * TICKS).astype(np.int64)

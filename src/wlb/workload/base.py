@@ -12,6 +12,11 @@ Checkpointing = Literal["none", "keep_attention", "full"]  # of activations, by 
 TICKS = 1e9  # per second: sums of whole numbers are the same on every machine
 
 
+def in_ticks(seconds: ArrayLike) -> NDArray[np.int64]:
+    """``seconds`` as whole numbers, for plans that all machines make alike."""
+    return np.rint(np.asarray(seconds) * TICKS).astype(np.int64)
+
+
 class DocumentPrices(Protocol):
     """Prices that add up over the documents of a micro-batch."""
 
