@@ -27,7 +27,7 @@ FORKS.set_forkserver_preload(
     [
         *("pytest", "hypothesis", "torch.distributed.pipelining", "fsspec", "numpy.ma", "wlb.cli.app"),
         *("transformers.models.llama.modeling_llama", "transformers.trainer"),
-        *("wlb.training.trainer", "wlb.training.process", "wlb.training.launcher", "wlb.training.dry_run"),
+        *("wlb.training.trainer", "wlb.training.worker", "wlb.training.launcher", "wlb.training.dry_run"),
         "torch.distributed.launcher.api",
         "tests.frozen",  # last
     ]

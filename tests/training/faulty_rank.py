@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 
 from tests.limits import HUNG_SECONDS
 from tests.training.processes import wait_until
-from wlb.training import process, stalls, trainer
+from wlb.training import stalls, trainer, worker
 from wlb.training.checkpoint import checkpointer
 
 FOREVER = 10_000.0
@@ -105,4 +105,4 @@ if __name__ == "__main__":
 
         wlb()
     else:
-        process.main()
+        worker.main()

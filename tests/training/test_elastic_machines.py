@@ -20,7 +20,7 @@ from wlb.errors import UserError
 from wlb.job.config_file import load_config
 from wlb.job.job import Job
 from wlb.job.planner import StepPlanner
-from wlb.training.process import dp_of
+from wlb.training.worker import dp_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "torchrun_elastic.sh"
 PATIENCE = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8"

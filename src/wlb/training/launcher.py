@@ -19,7 +19,8 @@ from wlb.errors import UserError
 from wlb.job.config import CheckpointConfig, JobConfig
 from wlb.terminal import tell, write
 from wlb.training.checkpoint.files import newest_checkpoint, step_of
-from wlb.training.process import TERMINATED_STATUS, Ending, as_rank, ending_of, signals_to_end, train_as_rank
+from wlb.training.process import TERMINATED_STATUS, Ending, ending_of, signals_to_end
+from wlb.training.worker import as_rank, train_as_rank
 
 START_METHOD = "forkserver"
 _MOST_RESTARTS = 3  # in a row without a newer checkpoint
@@ -36,7 +37,7 @@ def launch(config: JobConfig, *, summary: bool = False) -> int:
         # Signals stay blocked in the server and all that it forks, so that no signal reaches a rank too early.
         resource_tracker.ensure_running()  # first, because starting it unblocks signals
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals_to_end())
-        forkserver.set_forkserver_preload(["wlb.training.trainer", "wlb.training.process"])
+        forkserver.set_forkserver_preload(["wlb.training.trainer", "wlb.training.worker"])
         forkserver.ensure_running()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     from torch.distributed.elastic.multiprocessing import SignalException
