@@ -25,7 +25,7 @@ from wlb.workload.base import Phase
 from wlb_studies.published.distributed_attention import SHAPE, packs, stated_flops
 from wlb_studies.published.kernels import CALL, CUDNN_CALL, cut_launches, kernel_rows, launch_seconds
 from wlb_studies.published.reading import read_measurements
-from wlb_studies.published.stacks import attending_with
+from wlb_studies.published.stacks import attention_kernel
 
 SOFT = 0.1  # errors beyond which a launch counts less than squared
 Array = NDArray[np.float64]
@@ -75,7 +75,7 @@ def of_bars(tables: dict[str, Any]) -> Iterator[Fitted]:
         for name in ("fa2", "fa3", "cudnn"):
             if direction == "forward" and name == "fa2":
                 continue  # of which there are launches
-            hardware = attending_with(hardware_preset("h100"), name)
+            hardware = replace(hardware_preset("h100"), attention=attention_kernel("h100", name))
             call = (CUDNN_CALL if name == "cudnn" else CALL)[direction]
             half = hardware.attention.backward_half_length
             bars = charts["kernel_fwd" if direction == "forward" else "kernel_bwd"][name]

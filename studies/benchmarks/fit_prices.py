@@ -69,16 +69,13 @@ def of_type(dtype: str, rates: dict[str, float], least: float, most: float) -> P
 
 
 def of_kernel(name: str, presets: str) -> Price:
-    """The rate of attention kernels, forward and backward alike."""
+    """The rate of attention kernels on presets of one letter, forward and backward alike."""
+    kernels = stacks.KERNELS[presets]
 
     def change(value: float) -> None:
-        for preset in presets.split():
-            kernels = dict(hardware.HARDWARE[preset].attention_kernels)
-            kernels[name] = replace(kernels[name], forward_flops=value, backward_flops=value)
-            hardware.HARDWARE[preset] = replace(hardware.HARDWARE[preset], attention_kernels=tuple(kernels.items()))
+        kernels[name] = replace(kernels[name], forward_flops=value, backward_flops=value)
 
-    first = presets.split()[0]
-    return Price(lambda: dict(hardware.HARDWARE[first].attention_kernels)[name].forward_flops, change, 5e13, 4e14)
+    return Price(lambda: kernels[name].forward_flops, change, 5e13, 4e14)
 
 
 def of_module(module: Any, name: str, least: float, most: float) -> Price:
@@ -97,8 +94,8 @@ PRICES = {
     "FP8 by rows over bf16, H100": of_type("fp8-rowwise", stacks.HOPPER_RATES, 0.5, 2.0),
     "FP8 over bf16, B200": of_type("fp8", stacks.BLACKWELL_RATES, 1.0, 2.0),
     "NVFP4 over bf16, B200": of_type("nvfp4", stacks.BLACKWELL_RATES, 1.0, 4.0),
-    "Triton's attention, A100": of_kernel("triton", "a100"),
-    "Triton's attention, H100": of_kernel("triton", _HOPPER),
+    "Triton's attention, A100": of_kernel("triton", "a"),
+    "Triton's attention, H100": of_kernel("triton", "h"),
     "collectives that show": of_presets("exposed", _ALL, 0.0, 1.0),
     "kernels that are not fused": of_module(stacks, "_UNFUSED_PASSES", 1.0, 12.0),
     "columns that grouping costs": of_module(costs, "_EXPERT_COLUMNS", 0.0, 4000.0),

@@ -17,7 +17,7 @@ from wlb.documents.order import DocumentStream
 from wlb.documents.permutation import Permutation
 from wlb.job.config import DataConfig, PackingConfig
 from wlb.job.job import Job
-from wlb.job.planner import PlannedStep, StepPlanner
+from wlb.job.planner import PlannedStep, StepPlanner, waiting_in
 from wlb.packing import options, slices
 from wlb.packing.options import Grouping
 from wlb.schedules.layout import Layout
@@ -126,7 +126,7 @@ def test_resumes_after_any_step(method, one_epoch, lengths, stop, window):
     resumed = planner_of(lengths, method, one_epoch=one_epoch, window=window)
     if before:
         resumed.load_state_dict(json.loads(json.dumps(before[-1].state)))
-        assert resumed.pending_documents == before[-1].pending_documents
+        assert len({one.document for one in waiting_in(resumed.state_dict())}) == before[-1].pending_documents
     again = islice(resumed, 8 if before else stop + 8)
     expected = [(step.plan, step.state, step.documents) for step in (after if before else before + after)]
     assert [(step.plan, step.state, step.documents) for step in again] == expected

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from wlb.workload import HARDWARE, hardware_preset
+from wlb.workload.hardware import BLACKWELL_KERNELS, HOPPER_KERNELS
 
 
 @pytest.mark.parametrize("name", sorted(HARDWARE))
@@ -24,4 +25,5 @@ def test_presets_named_after_kernels_attend_with_them():
     for name in ("h100-fa3", "h200-fa3", "h200-cudnn", "b200-cudnn", "b200-fa4"):
         device, kernels = name.split("-")
         plain, own = hardware_preset(device), hardware_preset(name)
-        assert own == replace(plain, attention=dict(plain.attention_kernels)[kernels]) != plain
+        of_device = BLACKWELL_KERNELS if device == "b200" else HOPPER_KERNELS
+        assert own == replace(plain, attention=of_device[kernels]) != plain

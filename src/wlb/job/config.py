@@ -36,7 +36,7 @@ from wlb.settings import (
 from wlb.sharding import STRATEGIES
 from wlb.workload.base import Checkpointing, DocumentPrices
 
-_LONGEST_TIMEOUT_SECONDS = 7 * 24 * 3600.0
+_WEEK = 7 * 24 * 3600.0  # seconds
 
 # The settings of each preset, which apply unless the job sets its own: the systems that WLB-LLM (OSDI '25, section 7.1)
 # compares, and ours. They differ in these two sections only. The paper does not say how micro-batches are dealt to
@@ -288,16 +288,10 @@ class TrainingConfig(Section):
     activation_checkpointing: Checkpointing = Field(
         "none", description="What the backward pass recomputes: nothing, all but attention, or all"
     )
-    profile: NonEmptyPath | None = Field(
-        None, description="Profile from wlb profile to plan with, the same on all machines"
-    )
-    calibrate: NonNegativeInt = Field(
-        0, description="Steps between updates of the measured costs that level steps plan with; 0: never"
-    )
+    profile: NonEmptyPath | None = Field(None, description="Profile of wlb profile, the same on all machines")
+    calibrate: NonNegativeInt = Field(0, description="Steps between updates of level steps' measured costs; 0: never")
     memory_gib: Number | None = Field(
-        None,
-        gt=0,
-        description="Memory limit of a process; default: 90% of its GPU less 4 GiB, or of its share of the machine",
+        None, gt=0, description="Limit of a process; default: 90% of its GPU less 4 GiB, or of its share of the machine"
     )
     balance_loss: Number = Field(
         0.01, ge=0, description="Weight of the routers' balance loss, over the step with the loads of the last one"
@@ -310,12 +304,8 @@ class TrainingConfig(Section):
     threads: PositiveInt | None = Field(
         None, description="CPU threads per process; default: OMP_NUM_THREADS, else cores / processes"
     )
-    timeout_seconds: Number = Field(
-        300.0, gt=0, le=_LONGEST_TIMEOUT_SECONDS, description="Longest wait in a collective"
-    )
-    grace_seconds: Number = Field(
-        25.0, ge=0, le=_LONGEST_TIMEOUT_SECONDS, description="Time to finish and save the step after SIGTERM"
-    )
+    timeout_seconds: Number = Field(300.0, gt=0, le=_WEEK, description="Longest wait in a collective")
+    grace_seconds: Number = Field(25.0, ge=0, le=_WEEK, description="Time to finish and save the step after SIGTERM")
 
 
 class CheckpointConfig(Section):

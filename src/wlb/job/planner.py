@@ -121,11 +121,6 @@ class StepPlanner(Iterator[PlannedStep]):
         return map(self._arranged, islice(iter(self._next_plan, None), first, None))
 
     @property
-    def pending_documents(self) -> int:
-        """Number of documents with a part that waits in the packer or in steps not returned yet."""
-        return len(self._waiting_documents())
-
-    @property
     def overlong(self) -> OverlongReport:
         """What became of documents over the context window, among all documents taken in."""
         return OverlongReport(**self._stream.state_dict()["overlong"])

@@ -56,7 +56,6 @@ class Hardware:
     peer_bandwidth: float = math.inf  # bytes/s between two GPUs of a node, if each pair has its own link
     wide_rates: tuple[tuple[str, float], ...] = ()  # wider types, and their peak over the preset's
     exposed: float = 0.0  # unhidden share of an overlapped collective: both use the same processors and memory
-    attention_kernels: tuple[tuple[str, AttentionKernel], ...] = ()  # by name, in the preset's type
 
     def computing_in(self, dtype: str) -> Self:
         """The same device computing in ``dtype``: values have another size, and wider ones take more time.
@@ -90,18 +89,10 @@ _MEMORY_EFFICIENCY = 0.85
 # causal, 64 query and 8 key/value heads x 128, 1K to 32K tokens). Backwards of FlashAttention-3 and cuDNN: fitted to
 # these bars by the same script. Their forwards: derived, half lengths from the speeds by length in arXiv 2407.08608,
 # rates between these and the bars. Assumed: kernels with one block on a processor, not two, drain in half the time.
-_HOPPER_KERNELS = {
+HOPPER_KERNELS = {
     "fa2": AttentionKernel(372e12, 330e12, 256.0, 850.0, drain_tiles=100.0),
     "fa3": AttentionKernel(620e12, 560e12, 320.0, 1200.0, drain_tiles=50.0),
     "cudnn": AttentionKernel(540e12, 450e12, 320.0, 1050.0, drain_tiles=50.0),
-    # FlashAttention before its second version, written in Triton: fitted to llm-foundry's steps, both directions alike.
-    "triton": AttentionKernel(186e12, 186e12, 850.0, 850.0),
-}
-# Assumed: FlashAttention-2 between the 50% and 73% of peak that it reports on A100 (arXiv 2307.08691), with H100's half
-# lengths. Triton's: as on H100.
-_AMPERE_KERNELS = {
-    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=0.65 * 312e12, backward_flops=0.57 * 312e12),
-    "triton": replace(_HOPPER_KERNELS["triton"], forward_flops=104e12, backward_flops=104e12),
 }
 # FlashAttention-2 on B200, which torch runs unless told otherwise, is hardly faster than on H100. Derived, with H100's
 # half lengths and drain: forward from 362 and 331 TFLOP/s at 8,192 and 16,384 tokens, head_dim 128 (tritonbench pull
@@ -109,8 +100,8 @@ _AMPERE_KERNELS = {
 # cuDNN and FlashAttention-4: quoted, rounded, between MagiAttention's bars on B200 of one document and of many (causal,
 # 8K to 32K tokens) and, of FlashAttention-4, 1,418 and 1,209 TFLOP/s at 8,192 tokens (flash-attention pull request
 # 2280).
-_BLACKWELL_KERNELS = {
-    "fa2": replace(_HOPPER_KERNELS["fa2"], forward_flops=385e12, backward_flops=345e12),
+BLACKWELL_KERNELS = {
+    "fa2": replace(HOPPER_KERNELS["fa2"], forward_flops=385e12, backward_flops=345e12),
     "cudnn": AttentionKernel(1340e12, 780e12, 800.0, 1700.0, drain_tiles=50.0),
     "fa4": AttentionKernel(1450e12, 1300e12, 600.0, 1300.0, drain_tiles=50.0),
 }
@@ -118,8 +109,7 @@ _BLACKWELL_KERNELS = {
 _H100 = Hardware(
     peak_flops=989e12,  # quoted: NVIDIA H100 SXM data sheet, bf16 dense
     gemm_efficiency=0.635,
-    attention=_HOPPER_KERNELS["fa2"],
-    attention_kernels=tuple(_HOPPER_KERNELS.items()),
+    attention=HOPPER_KERNELS["fa2"],
     memory_bandwidth=_MEMORY_EFFICIENCY * 3.35e12,  # quoted: H100 SXM data sheet
     node_size=8,
     # Fitted to nccl-tests of H100 with NVLink 4 and a 400 Gb/s adapter for each GPU, 1 MB to 4 GB: all-gather,
@@ -145,8 +135,9 @@ HARDWARE: dict[str, Hardware] = {
         _H100,
         peak_flops=312e12,  # quoted: NVIDIA A100 80GB SXM data sheet, bf16 dense
         gemm_efficiency=0.8,
-        attention=_AMPERE_KERNELS["fa2"],
-        attention_kernels=tuple(_AMPERE_KERNELS.items()),
+        # Assumed: FlashAttention-2 between the 50% and 73% of peak that it reports on A100 (arXiv 2307.08691), with
+        # H100's half lengths.
+        attention=replace(_H100.attention, forward_flops=0.65 * 312e12, backward_flops=0.57 * 312e12),
         memory_bandwidth=_MEMORY_EFFICIENCY * 2.039e12,  # quoted: the same
         # Derived: H100's shares of links of 300 GB/s and 200 Gb/s. Quoted: 230 GB/s over NVLink 3 (nccl-tests issue
         # 149), 24 over an adapter (119), 192 over a node's eight (nccl issue 812). Assumed: H100's latencies.
@@ -162,8 +153,7 @@ HARDWARE: dict[str, Hardware] = {
         _H100,
         peak_flops=2250e12,  # quoted: NVIDIA B200 SXM data sheet, bf16 dense
         gemm_efficiency=0.56,
-        attention=_BLACKWELL_KERNELS["fa2"],
-        attention_kernels=tuple(_BLACKWELL_KERNELS.items()),
+        attention=BLACKWELL_KERNELS["fa2"],
         memory_bandwidth=_MEMORY_EFFICIENCY * 8.0e12,  # quoted: data sheet
         node_bandwidth=680e9,  # quoted: 673 to 682 GB/s of an all-reduce over rings (ML Engineering, network)
         memory_bytes=180e9,  # quoted: data sheet
@@ -176,8 +166,7 @@ HARDWARE: dict[str, Hardware] = {
         gemm_efficiency=0.79 * 668 / 1307,  # assumed: H100's share of the best shape
         # Derived: FlashAttention-2's backward is 1% to 4% faster than on H100 (Zyphra, "Frontier training kernels for
         # transformers and SSMs on AMD Instinct MI300X"), and so, assumed, is the forward.
-        attention=_HOPPER_KERNELS["fa2"].times(1.02),
-        attention_kernels=(),
+        attention=HOPPER_KERNELS["fa2"].times(1.02),
         memory_bandwidth=_MEMORY_EFFICIENCY * 5.3e12,  # quoted: data sheet
         node_bandwidth=313e9,  # quoted: 4 GiB all-reduce of 8 GPUs (ML Engineering, network)
         peer_bandwidth=47.7e9,  # quoted: the same of 2 GPUs
@@ -216,9 +205,9 @@ HARDWARE |= {
 # Presets use FlashAttention-2, as torch does by default; those named after other kernels use these.
 HARDWARE |= {
     f"{name}-{kernels}": replace(HARDWARE[name], attention=kernel)
-    for name in ("h100", "h200", "b200")
-    for kernels, kernel in HARDWARE[name].attention_kernels
-    if kernels not in ("fa2", "triton")
+    for name, of_device in {"h100": HOPPER_KERNELS, "h200": HOPPER_KERNELS, "b200": BLACKWELL_KERNELS}.items()
+    for kernels, kernel in of_device.items()
+    if kernels != "fa2"
 }
 
 

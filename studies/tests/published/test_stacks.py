@@ -18,7 +18,7 @@ from wlb.simulate.costs import JobCosts
 from wlb.simulate.step import Steps
 from wlb.workload import HARDWARE, hardware_preset
 from wlb.workload.shapes import Experts
-from wlb_studies.published.stacks import StackCosts, StackSoftware, attending_with, narrow_rate
+from wlb_studies.published.stacks import StackCosts, StackSoftware, attention_kernel, narrow_rate
 
 LAYOUT: dict[str, Any] = {"dp": 2, "cp": 2, "pp": 2, "tp": 2}
 ROUTED = replace(SHAPE, experts=Experts(16, 2, 512, shared_hidden=512, dense_layers=1))
@@ -49,11 +49,11 @@ def test_narrow_types_speed_up_the_matrix_products_of_blocks_alone():
 
 
 def test_kernels_without_a_price_are_refused():
-    assert attending_with(hardware_preset("h200"), "fa3") == hardware_preset("h200-fa3")
+    assert attention_kernel("h200", "fa3") == hardware_preset("h200-fa3").attention
     with pytest.raises(UserError, match=re.escape("'fa4' have no price on this device; choose one of fa2, fa3, cudnn")):
-        attending_with(hardware_preset("h100"), "fa4")
+        attention_kernel("h100", "fa4")
     with pytest.raises(UserError, match="only its own"):
-        attending_with(hardware_preset("cpu"), "fa2")
+        attention_kernel("cpu", "fa2")
 
 
 def test_async_tp_hides_a_part_of_the_collectives():

@@ -35,18 +35,14 @@ def predicted_memory(job: Job, limit: float = math.inf) -> MemoryEstimate:
     if job.plans_operations:
         estimates = (planned.within(job.memory_limit.number_of_bytes) for planned in _planned(job))
         return max(estimates, key=lambda estimate: estimate.total)
-    longest, rest = job.max_tokens, job.most_step_tokens
+    longest = job.max_tokens
     count = _EVEN_MICRO_BATCHES if job.levels_steps else job.rank_micro_batches
     walked = min(count, _EVEN_ROUNDS * round_size(job.layout.pp, count))
-    if rest is None or job.levels_steps or rest // longest >= walked:  # as full as a step of only longest micro-batches
-        more = (count - walked) * largest_share(job, longest) * BATCH_BYTES
-        estimate = predict_memory(job, [longest] * walked, limit - more)
-        return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})
-    tokens = []
-    for _ in range(walked):  # all others are empty
-        tokens.append(min(longest, rest))
-        rest -= tokens[-1]
-    return predict_memory(job, tokens, limit)
+    most = count * longest if job.most_step_tokens is None or job.levels_steps else job.most_step_tokens
+    tokens = [min(longest, max(0, most - place * longest)) for place in range(walked)]
+    more = (count - walked) * largest_share(job, longest) * BATCH_BYTES * (tokens[-1] == longest)  # else none is left
+    estimate = predict_memory(job, tokens, limit - more)
+    return replace(estimate, parts=estimate.parts | {"batches": estimate.parts["batches"] + more})
 
 
 def most_in_flight(job: Job) -> list[int]:

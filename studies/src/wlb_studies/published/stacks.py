@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,31 +10,39 @@ from numpy.typing import ArrayLike
 
 from wlb.errors import UserError
 from wlb.job.prices import Software
-from wlb.workload import Costs, Hardware, ModelShape, Seconds
+from wlb.workload import HARDWARE, Costs, Hardware, ModelShape, Seconds
 from wlb.workload.base import Direction, Phase
 from wlb.workload.costs import Rates
 from wlb.workload.flops import LINEAR_FACTORS, elementwise_values_per_token, gemm_flops_per_token
+from wlb.workload.hardware import BLACKWELL_KERNELS, HOPPER_KERNELS, AttentionKernel
 from wlb.workload.weights import expert_weights
 
 # Rates of matrix products in narrow types over those in bf16; fitted by fit_prices.py. (Tensor cores are twice as fast
 # in FP8; scaling and casting take the rest.)
 HOPPER_RATES = {"fp8": 1.76, "fp8-rowwise": 0.85}
 BLACKWELL_RATES = {"fp8": 2.0, "nvfp4": 3.2}
+# By the first letter of a preset. Triton's is FlashAttention before its second version: fitted to llm-foundry's steps,
+# both directions alike; its half length on A100 is assumed to be that on H100.
+KERNELS = {
+    "a": {"fa2": HARDWARE["a100"].attention, "triton": AttentionKernel(104e12, 104e12, 850.0, 850.0)},
+    "h": {**HOPPER_KERNELS, "triton": AttentionKernel(186e12, 186e12, 850.0, 850.0)},
+    **dict.fromkeys("bg", BLACKWELL_KERNELS),
+}
 # Memory traffic of separate element-wise kernels over fused ones, fitted to the gain of torch.compile in fms-fsdp, 1.11
 # to 1.28. (By counting, RMSNorm and rotary embedding in float32 and SwiGLU move 3.5 times as many values.)
 _UNFUSED_PASSES = 7.0
 
 
-def attending_with(hardware: Hardware, name: str) -> Hardware:
-    """The same device with the attention kernels of ``name``: "fa2", "fa3", "fa4", "cudnn" or "triton".
+def attention_kernel(preset: str, name: str) -> AttentionKernel:
+    """The attention kernels ``name`` on ``preset``: "fa2", "fa3", "fa4", "cudnn" or "triton".
 
     Raises ``UserError`` that lists the kernels with a price if the device has none of that name.
     """
-    kernels = dict(hardware.attention_kernels)
+    kernels = KERNELS.get(preset[0], {})
     if name not in kernels:
         known = f"choose one of {', '.join(kernels)}" if kernels else "only its own kernels have one"
         raise UserError(f"attention kernels {name!r} have no price on this device; {known}")
-    return replace(hardware, attention=kernels[name])
+    return kernels[name]
 
 
 def narrow_rate(preset: str, dtype: str) -> float:

@@ -33,7 +33,7 @@ from wlb.workload.base import Checkpointing
 from wlb_studies.published.metrics import Row, micro_batches, seconds_of_step, size, stated, step_tokens
 from wlb_studies.published.models import published_shape
 from wlb_studies.published.prediction import FUNCTIONAL, ODD, Prediction, source_of, why
-from wlb_studies.published.stacks import StackSoftware, attending_with, narrow_rate
+from wlb_studies.published.stacks import StackSoftware, attention_kernel, narrow_rate
 
 HYBRID = "hybrid, with linear layers"  # to which no price was fitted
 Recomputation = Literal["none", "keep_attention", "full"]
@@ -321,7 +321,7 @@ def _hardware(row: Row, stack: Stack) -> Hardware:
     if "a100_40gb" in row["hardware"]:  # quoted: 1,555 GB/s, beside 2,039 of the preset (NVIDIA A100 data sheet)
         bandwidth = hardware.memory_bandwidth * 1555 / 2039
         hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
-    hardware = attending_with(hardware, stack.attention)
+    hardware = replace(hardware, attention=attention_kernel(_preset(row), stack.attention))
     if "500 W" in row["hardware"]:
         hardware = hardware.computing_at(
             math.sqrt(500 / 700)
