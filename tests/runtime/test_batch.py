@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from tests.training.documents import RandomDocuments
 from wlb.documents.segments import Segment
 from wlb.job.planner import StepPlanner
-from wlb.job.prices import level_shards
 from wlb.packing.plan import MicroBatch
 from wlb.runtime.batch import Batch, RankSlice
 from wlb.runtime.loss import IGNORE_LABEL
@@ -72,9 +71,8 @@ def test_rounds_of_ranks_that_share_experts_run_in_the_shards_that_are_priced() 
     plan = next(StepPlanner(job, STORE.lengths, epochs=None).plans())
     rounds = plan.micro_batches
     assert any(len(one.ranks) == 2 and len(one.segments) > 1 for one in rounds)
-    strategy, pool = job.sharding.strategy, job.layout.pool_size
-    for places, _, shards in level_shards(rounds, pool, job.costs, job.ranks_per_node, strategy):
+    for places, _, shards in job.level_shards(rounds):
         for one, tokens in zip([rounds[place] for place in places], shards.tokens.tolist(), strict=True):
             batch = make_batch(one, STORE)
-            ranks = [RankSlice(0, rank, job.layout, strategy, job.costs) for rank in one.ranks]
+            ranks = [RankSlice(0, rank, job.layout, job.sharding.strategy, job.costs) for rank in one.ranks]
             assert [held_by(rank.of(batch, one.ranks)) for rank in ranks] == tokens

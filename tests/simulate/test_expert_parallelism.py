@@ -16,7 +16,7 @@ from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits, predicted_memory
 from wlb.job.planner import StepPlanner
-from wlb.job.prices import LevelPrices, Software, level_shards
+from wlb.job.prices import LevelPrices, Software
 from wlb.packing.level import level_groups
 from wlb.packing.plan import StageRanks, StepPlan
 from wlb.schedules.layout import Layout
@@ -207,8 +207,7 @@ def by_events(one: Job, plan: StepPlan) -> float:
     """When the last rank is done, layer by layer: all ranks of a round meet at both all-to-alls of every layer."""
     layers, clocks = one.shape.layers, np.zeros(one.layout.dp_cp)
     rounds: dict[int, Phases] = {}
-    shards_of = level_shards(plan.micro_batches, len(clocks), one.costs, one.ranks_per_node, one.sharding.strategy)
-    for places, costs, shards in shards_of:
+    for places, costs, shards in one.level_shards(plan.micro_batches):
         priced = Priced.of(shards, costs, together=lambda seconds: seconds)
         for number, place in enumerate(places):
             both = [blocks[number] / layers for blocks in priced.blocks], [head[number] for head in priced.head]

@@ -5,7 +5,8 @@ A ``Job`` and the lengths of documents determine the steps (``wlb.job.planner``)
 configuration, a name or keywords (``wlb.simulate.job``).
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import gcd
@@ -18,14 +19,14 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.errors import UserError
 from wlb.job.config import DataConfig, JobConfig, PackingConfig, ShardingConfig, TrainingConfig
 from wlb.job.configured_shape import check_divisible, configured_shape, has_tied_embeddings
-from wlb.job.prices import LevelPrices, Software, level_shards
+from wlb.job.prices import LevelPrices, Software
 from wlb.packing.options import Grouping
 from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
 from wlb.packing.registry import PACKERS
 from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import check_operations
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
-from wlb.sharding import check_group_size, price_shards
+from wlb.sharding import LEVEL_SHARDING, check_group_size, price_shards
 from wlb.sharding.latency import Priced
 from wlb.sharding.pieces import Shards
 from wlb.workload import Costs, Hardware, ModelShape, hardware_preset, make_workload
@@ -331,6 +332,22 @@ class Job:
             [one.earlier if one.is_slice else None for one in micro_batches],
         )
 
+    def level_shards(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[list[int], Costs, Shards]]:
+        """Shards of micro-batches of level steps: those of equally many ranks, on equally many nodes, together.
+
+        Yields the places of the micro-batches of a kind, its prices, and its shards. A micro-batch that names no ranks
+        is of all ranks of the pool. One document alone is shared by ``LEVEL_SHARDING``.
+        """
+        kinds = defaultdict[tuple[int, int, str], list[int]](list)
+        for place, one in enumerate(micro_batches):
+            ranks = one.ranks or range(self.layout.pool_size)
+            shares = len(ranks) > 1 and len(one.segments) > 1
+            nodes = len({rank // self.ranks_per_node for rank in ranks})
+            kinds[len(ranks), nodes, self.sharding.strategy if shares else LEVEL_SHARDING].append(place)
+        for (size, nodes, strategy), places in sorted(kinds.items()):
+            of_kind = replace(self.costs, nodes=nodes)
+            yield places, of_kind, price_shards([micro_batches[n].lengths for n in places], size, strategy, of_kind)
+
     def priced_as_run(self, plan: StepPlan) -> StepPlan:
         """``plan`` with the seconds of its micro-batches, by which they are dealt to ranks and ordered.
 
@@ -341,9 +358,7 @@ class Job:
         micro_batches = plan.micro_batches
         if self.levels_steps:
             forward, backward = np.zeros((2, len(micro_batches)))
-            pool, per_node = self.layout.pool_size, self.ranks_per_node
-            strategy = self.sharding.strategy
-            for places, costs, shards in level_shards(micro_batches, pool, self.costs, per_node, strategy):
+            for places, costs, shards in self.level_shards(micro_batches):
                 forward[places], backward[places] = Priced.of(shards, costs).whole
         else:
             forward, backward = Priced.of(self.sharded(micro_batches), self.costs).whole

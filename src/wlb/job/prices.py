@@ -1,22 +1,18 @@
-"""Prices of documents in level steps, and of the micro-batches of a plan, all from ``wlb.sharding.latency``.
+"""Prices of a training stack, and of documents in level steps.
 
 Packers of other steps price documents by W_a + W_l of an even group. The price of a micro-batch depends on how its
 group shards it, so packed micro-batches are priced again (``Job.priced_as_run``) and arranged by that.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from wlb.packing.plan import MicroBatch
 from wlb.sharding import LEVEL_SHARDING, price_shards
 from wlb.sharding.latency import Priced
-from wlb.sharding.pieces import Shards
 from wlb.workload import Costs, Hardware, ModelShape
 from wlb.workload.base import Seconds
 
@@ -105,26 +101,3 @@ class LevelPrices:
 def _shared_seconds(costs: Costs, ranks: int) -> dict[int, float]:
     """Seconds of a document by its tokens; a step and its attempts at better groups ask for the same ones."""
     return {}
-
-
-def level_shards(
-    micro_batches: Sequence[MicroBatch], pool: int, costs: Costs, ranks_per_node: int, strategy: str
-) -> Iterator[tuple[list[int], Costs, Shards]]:
-    """Shards of micro-batches of level steps: those of equally many ranks, on equally many nodes, together.
-
-    Yields the places of the micro-batches of a kind, its prices, and its shards. A micro-batch that names no ranks is
-    of all ranks of the ``pool``. Several documents are shared by ``strategy``, one alone by ``LEVEL_SHARDING``.
-    """
-    kinds = defaultdict[tuple[int, int, str], list[int]](list)
-    for place, one in enumerate(micro_batches):
-        ranks, sharding = one.ranks or range(pool), strategy if len(one.segments) > 1 else LEVEL_SHARDING
-        kinds[len(ranks), nodes_of(ranks, ranks_per_node), sharding if len(ranks) > 1 else LEVEL_SHARDING].append(place)
-    for (size, nodes, sharding), places in sorted(kinds.items()):
-        of_kind = replace(costs, nodes=nodes)
-        lengths = [micro_batches[place].lengths for place in places]
-        yield places, of_kind, price_shards(lengths, size, sharding, of_kind)
-
-
-def nodes_of(ranks: Iterable[int], ranks_per_node: int) -> int:
-    """The number of nodes of these ranks of a pipeline stage."""
-    return len({rank // ranks_per_node for rank in ranks})

@@ -169,7 +169,7 @@ class RankSlice:
 
         Its rows are in the order of the plan. They are padded to a multiple of the tensor-parallel size, and to at
         least one: a rank without tokens gets only padding. In level steps one document is shared by
-        ``LEVEL_SHARDING``, as ``level_shards`` prices it.
+        ``LEVEL_SHARDING``, as ``Job.level_shards`` prices it.
         """
         alone = bool(ranks) and (len(ranks) == 1 or len(batch.segment_lengths) == 1)
         strategy, workload = (LEVEL_SHARDING, None) if alone else (self.strategy, self.workload)

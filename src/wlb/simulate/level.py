@@ -14,7 +14,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.job.prices import level_shards
 from wlb.packing.plan import StepPlan
 from wlb.schedules.operations import BACKWARD, FORWARD, Operation
 from wlb.schedules.timing import PipelineTimes
@@ -59,8 +58,7 @@ class LevelSteps(StepSeconds):
             for place, one in enumerate(plan.micro_batches)
         ]
         job, kinds = costs.job, []
-        of_kinds = level_shards(micro_batches, pool, costs.rank, job.ranks_per_node, job.sharding.strategy)
-        for mine, priced, shards in of_kinds:
+        for mine, priced, shards in job.level_shards(micro_batches):
             steps, places, ranks = (np.array(column) for column in zip(*(runs[run] for run in mine), strict=True))
             of_kind = Steps.of_shards(shards.reshaped(1, 1, len(mine)), JobCosts(job, priced.nodes))
             kinds.append(_Kind(steps, places, ranks, of_kind))

@@ -10,16 +10,16 @@ all sizes. Keys that the class does not read are ignored; if keys disagree, ``la
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wlb.errors import UserError
 from wlb.workload.shapes import Experts, Indexer, LatentAttention, LinearLayer, ModelShape
 
 Keys = Mapping[str, Any]
+T = TypeVar("T")
 
 _QWEN_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 # Defaults of their classes in transformers.
@@ -119,16 +119,14 @@ def read_shape(path: Path) -> ModelShape:
 
     Raises ``UserError`` for a model that is not priced or not fully described.
     """
-    document = language_model(read_config_json(path))
-    with naming(path):
-        return shape_of(document)
+    return read_from(path, lambda document: shape_of(language_model(document)))
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Put the name of the ``config.json`` in front of errors about its keys."""
+def read_from(path: Path, read: Callable[[Keys], T]) -> T:
+    """What ``read`` finds in the ``config.json`` at ``path``, whose name comes in front of errors about its keys."""
+    document = read_config_json(path)
     try:
-        yield
+        return read(document)
     except UserError as error:
         raise UserError(f"{path if path.is_file() else path / 'config.json'}: {error}") from None
 

@@ -12,7 +12,7 @@ from typing import Any
 from wlb.errors import UserError
 from wlb.job.config import ROPE_REQUIRED, RopeScalingConfig
 from wlb.models.transformer import TransformerConfig
-from wlb.workload.model_json import Keys, flag, naming, read_config_json, shape_of, size
+from wlb.workload.model_json import Keys, flag, read_from, shape_of, size
 from wlb.workload.shapes import Experts
 
 _TRAINED = {
@@ -39,9 +39,7 @@ def read_config(path: Path) -> TransformerConfig:
 
     Raises ``UserError`` for a model that we do not implement.
     """
-    document = read_config_json(path)
-    with naming(path):
-        return _trained(document)
+    return read_from(path, _trained)
 
 
 def to_config_json(config: TransformerConfig, *, longest: int, dtype: str) -> dict[str, Any]:

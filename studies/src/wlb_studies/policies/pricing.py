@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from wlb.job.config import ShardingConfig
 from wlb.job.job import Job
 from wlb.job.memory.walk import predict_memory
-from wlb.job.prices import nodes_of
 from wlb.schedules.operations import FORWARD, RankOperations
 from wlb.schedules.timing import in_dependency_order
 from wlb.sharding import price_shards
@@ -83,7 +82,8 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     """Seconds of all ranks and bytes that they receive, over all layers, for one tensor-parallel share per rank."""
     job, by_kind = ranks.job, defaultdict(list)
     for group in plan.groups:
-        by_kind[len(group.ranks), nodes_of(group.ranks, job.ranks_per_node)].append(group)
+        nodes = {rank // job.ranks_per_node for rank in group.ranks}
+        by_kind[len(group.ranks), len(nodes)].append(group)
     forward = np.zeros((ranks.count, job.layout.stages, plan.slots))
     backward, moving = np.zeros_like(forward), np.zeros_like(forward)
     exchanged = 0.0
