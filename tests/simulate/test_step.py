@@ -9,7 +9,7 @@ import pytest
 
 from tests.simulate.jobs import ROUTED, SHAPE, documents, job
 from wlb.errors import UserError
-from wlb.job.pipeline import PipelineLoads
+from wlb.job.pipeline import pipeline_load
 from wlb.job.planner import StepPlanner
 from wlb.report.timeline import timeline
 from wlb.schedules.operations import HEAD
@@ -132,7 +132,7 @@ def test_weight_gradients_of_micro_batches_in_a_row_share_a_product(monkeypatch)
     plan = next(StepPlanner(simulated, documents()).plans())
     seconds = float(simulate_steps([plan], simulated).seconds[0])
     tokens = [one.tokens for one in plan.micro_batches]
-    joined = PipelineLoads(simulated, plan.micro_batches).of(range(32)).joined
+    joined = pipeline_load(simulated, plan.micro_batches)[1].joined
     assert joined is not None
     assert joined.sum(axis=0) / TICKS == pytest.approx(simulated.costs.joined_seconds(tokens, "blocks"), abs=1e-8)
     monkeypatch.setattr(Costs, "joined_seconds", lambda self, tokens, part: np.zeros(np.shape(tokens)))

@@ -31,6 +31,7 @@ WINDOWED = replace(DENSE, sliding_window=40)
 HYBRID = replace(WINDOWED, full_attention_every=3)
 ROUTED = replace(DENSE, experts=Experts(8, 2, 32, shared_hidden=16, dense_layers=2))
 LATENT = replace(DENSE, latent=LatentAttention(q_rank=24, kv_rank=20, rope_dim=4, value_dim=12))
+PHASES: tuple[Direction, ...] = ("forward", "backward")
 LINEAR = LinearLayer("gated_delta", heads=8, key_heads=4, key_dim=10, value_dim=14)
 # Of six blocks one attends, one does so beside a linear layer, and two have no feed-forward layer.
 MIXED = replace(DENSE, pattern="M-M*-H-MM-", linear=LINEAR)
@@ -125,10 +126,12 @@ def test_a_linear_layer_also_moves_its_keys_and_values():
     others = 10 * 5 * 64 + 2 * 2 * 16 * (4 + 4) + 4 * 3 * 96
     backward = 10 * 6 * 64 + 2 * 2 * 16 * (4 + 4) + 4 * 5 * 96
     mixing = 5 * (12 * 40 + 17.5 * 112)
-    assert elementwise_values_per_token(MIXED) == (others + mixing, backward + 5 * (21 * 40 + 44 * 112))
+    assert elementwise_values_per_token(MIXED, "forward") == others + mixing
+    assert elementwise_values_per_token(MIXED, "backward") == backward + 5 * (21 * 40 + 44 * 112)
     gated = replace(DENSE, gated_attention=True, ffn_matrices=2)
-    forward, backward = np.subtract(elementwise_values_per_token(gated), elementwise_values_per_token(DENSE))
-    assert (forward, backward) == (6 * (3 * 64 - 96), 6 * (5 * 64 - 2 * 96))
+    for backward, phase in enumerate(PHASES):
+        more = elementwise_values_per_token(gated, phase) - elementwise_values_per_token(DENSE, phase)
+        assert more == 6 * ((3 + 2 * backward) * 64 - (1 + backward) * 96)
     operations = linear_flops(MIXED, 1, "forward") - 2 * 64 * 50
     expected = operations / (H100.peak_flops * H100.gemm_efficiency) + 2 * (others + mixing) / H100.memory_bandwidth
     of_token = np.diff(make_workload(MIXED).blocks_seconds([10**6, 10**6 + 1], "forward"))[0]

@@ -37,9 +37,8 @@ def configured_shape(model: ModelConfig, vocab_size: int | None = None) -> Model
     if directory is None:
         return _preset_shape(model, vocab_size)
     shape = read_shape(directory)
-    of_experts = {} if shape.experts is None else vars(shape.experts)
-    refuse_changes(model, {name: getattr(shape, name) for name in _DIMENSIONS})
-    refuse_changes(model, {key: of_experts.get(name) for name, key in _EXPERTS.items()})
+    of_experts = {key: getattr(shape.experts, name, None) for name, key in _EXPERTS.items()}
+    refuse_changes(model, {name: getattr(shape, name) for name in _DIMENSIONS} | of_experts)
     if vocab_size is not None and shape.vocab_size < vocab_size:
         raise UserError(
             f"{directory} has a vocabulary of {shape.vocab_size}, below the {vocab_size} of the token store; "
@@ -102,8 +101,8 @@ def _experts(model: ModelConfig, preset: Experts | None) -> Experts | None:
 
 
 def check_divisible(shape: ModelShape, tp: int) -> None:
-    """Raise ``UserError`` unless ``tp`` divides the heads, feed-forward width, experts and vocabulary of the model."""
-    sizes = {name: getattr(shape, name) for name in ("heads", "kv_heads", "ffn_hidden", "vocab_size")}
+    """Raise ``UserError`` unless ``tp`` divides the sizes of the model; ``Costs`` checks its heads."""
+    sizes = {"ffn_hidden": shape.ffn_hidden, "vocab_size": shape.vocab_size}
     if shape.experts is not None:
         sizes |= {f"experts.{name}": getattr(shape.experts, name) for name in ("count", "shared_hidden")}
     for name, size in sizes.items():

@@ -368,8 +368,9 @@ class Costs:
         pair, window_pair = (flops / rate / tp for flops in layers_pair_flops(shape, phase))
         drain = 0.0 if backward else kernel.drain_tiles * QUERY_TILE * pair_flops(shape) / shape.heads / rate
         gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * tp
-        element_values = elementwise_values_per_token(shape)[backward]
-        element_seconds = element_values * hardware.bytes_per_value / hardware.memory_bandwidth / tp
+        element_seconds = (
+            elementwise_values_per_token(shape, phase) * hardware.bytes_per_value / hardware.memory_bandwidth / tp
+        )
         element_seconds += factor * state_flops_per_token(shape) / gemm_rate
         converting = 0 if hardware.bytes_per_value == MASTER_BYTES else hardware.bytes_per_value + MASTER_BYTES
         score_bytes = _LOSS_BYTES_PER_SCORE[phase] + converting

@@ -106,33 +106,34 @@ def state_flops_per_token(shape: ModelShape) -> float:
     return layers * _STATE_FLOPS[linear.kind] * linear.values * linear.key_dim
 
 
-def elementwise_values_per_token(shape: ModelShape) -> tuple[float, float]:
-    """Values read and written for one token by element-wise kernels, all layers: (forward, backward).
+def elementwise_values_per_token(shape: ModelShape, phase: Direction) -> float:
+    """Values read and written for one token by element-wise kernels, all layers.
 
     Each block has two RMS norms, two residual additions, rotary embedding of q and k, and SwiGLU; each is one kernel
     that reads its inputs and writes its output once. Variants of the model add kernels or change rotary embedding. A
     block without a feed-forward layer has one norm and one addition.
     """
-    latent, experts, linear, matrices = shape.latent, shape.experts, shape.linear, shape.ffn_matrices
+    latent, experts, linear, backward = shape.latent, shape.experts, shape.linear, phase == "backward"
     if latent is None:
         rotary, norms = 2 * shape.head_dim * (shape.heads + shape.kv_heads), 0
     else:  # keys are concatenated from two parts, and both latents have norms
         rotary = 2 * latent.rope_dim * (shape.heads + 1) + 2 * shape.heads * shape.head_dim
         norms = latent.q_rank + latent.kv_rank
     gate = shape.gated_attention * shape.heads * shape.head_dim
+    attending = (2 + backward) * norms + (3 + 2 * backward) * gate + rotary
     # A token is copied for each of its experts, and their results are summed; the backward mirrors this.
-    copied = 0 if experts is None else (3 * experts.active + 1) * shape.expert_input
-    forward = backward = 0.0
+    copying = 0 if experts is None else (3 * experts.active + 1) * shape.expert_input
+    mixing = 0.0
+    if linear is not None:
+        keys, values = _LINEAR_PASSES[linear.kind][backward]
+        mixing = keys * linear.keys + values * linear.values
+    columns = 2 * shape.ffn_matrices - 1 if backward else shape.ffn_matrices
+    total = 0.0
     for kind, count in shape.blocks.items():
-        width, hidden = feed_forward_width(shape, kind), (1 + kind.feeds_forward) * shape.hidden
-        moved = kind.routed * copied + kind.attends * rotary
-        forward += count * ((2 + 3) * hidden + kind.attends * (2 * norms + 3 * gate) + moved + matrices * width)
-        backward += count * ((3 + 3) * hidden + kind.attends * (3 * norms + 5 * gate) + moved)
-        backward += count * (2 * matrices - 1) * width
-        if linear is not None and kind.linear:
-            mixing = [keys * linear.keys + values * linear.values for keys, values in _LINEAR_PASSES[linear.kind]]
-            forward, backward = forward + count * mixing[0], backward + count * mixing[1]
-    return forward, backward
+        of_block = (2 + 3 + backward) * (1 + kind.feeds_forward) * shape.hidden  # norm and addition
+        of_block += kind.attends * attending + kind.routed * copying + columns * feed_forward_width(shape, kind)
+        total += count * (of_block + kind.linear * mixing)
+    return total
 
 
 def linear_columns(shape: ModelShape, tp: int) -> float:

@@ -12,7 +12,7 @@ from wlb.job.configured_shape import check_divisible
 from wlb.job.job import Job
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.simulate import simulate_steps
-from wlb.workload import hardware_preset
+from wlb.workload import Costs, hardware_preset
 from wlb.workload.weights import parameters
 from wlb_studies.published.metrics import seconds_of_step
 from wlb_studies.published.models import model_flops_per_token, published_shape
@@ -121,6 +121,7 @@ def test_models_of_tables_are_known_and_can_be_divided(name):
     shape = published_shape(name)
     for tp in (2, 4, 8):
         check_divisible(shape, tp)
+        assert Costs(shape, hardware_preset("h100"), tp).shape == shape  # its heads too
 
 
 @pytest.mark.parametrize(

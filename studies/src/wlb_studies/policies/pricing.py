@@ -82,8 +82,8 @@ def group_seconds(plan: GroupPlan, ranks: Ranks) -> tuple[SlotSeconds, float]:
     """Seconds of all ranks and bytes that they receive, over all layers, for one tensor-parallel share per rank."""
     job, by_kind = ranks.job, defaultdict(list)
     for group in plan.groups:
-        nodes = {rank // job.ranks_per_node for rank in group.ranks}
-        by_kind[len(group.ranks), len(nodes)].append(group)
+        on_nodes = {rank // job.ranks_per_node for rank in group.ranks}
+        by_kind[len(group.ranks), len(on_nodes)].append(group)
     forward = np.zeros((ranks.count, job.layout.stages, plan.slots))
     backward, moving = np.zeros_like(forward), np.zeros_like(forward)
     exchanged = 0.0

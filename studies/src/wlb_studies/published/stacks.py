@@ -87,7 +87,7 @@ class StackCosts(Costs):
 
     def phase_rates(self, phase: Direction) -> Rates:
         ours, shape, hardware, software = super().phase_rates(phase), self.shape, self.hardware, self.software
-        values = elementwise_values_per_token(shape)[phase == "backward"]
+        values = elementwise_values_per_token(shape, phase)
         more = 0.0 if software.fused else _UNFUSED_PASSES - 1
         elements = more * values * hardware.bytes_per_value / hardware.memory_bandwidth / self.tp
         gemm_rate = hardware.peak_flops * hardware.gemm_efficiency * self.tp
