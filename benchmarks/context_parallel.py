@@ -43,7 +43,8 @@ from benchmarks.parts.ranks import on_ranks
 from wlb.attention import context_parallel_attention, segment_attention
 from wlb.documents.synthetic import sample_lengths
 from wlb.sharding import STRATEGIES, ShardPlan, make_shard_plan
-from wlb.workload import Costs, ModelShape, Phase, Seconds, hardware_preset
+from wlb.workload import Costs, ModelShape, hardware_preset
+from wlb.workload.base import Phase, Seconds
 from wlb_studies.sharding import pairs_of_ranks, sample_micro_batches
 
 CP_SIZE = 2

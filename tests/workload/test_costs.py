@@ -7,16 +7,10 @@ from hypothesis import strategies as st
 
 from tests.cases import in_turn
 from wlb.errors import UserError
-from wlb.workload import (
-    HARDWARE,
-    MODEL_SHAPES,
-    attention_flops,
-    linear_flops,
-    make_workload,
-    model_shape,
-)
+from wlb.workload import HARDWARE, MODEL_SHAPES, make_workload, model_shape
 from wlb.workload.base import Checkpointing, Direction
 from wlb.workload.costs import PRODUCT_ROWS, QUERY_TILE
+from wlb.workload.flops import attention_flops, linear_flops
 
 PRESETS = [(model, hardware) for model in MODEL_SHAPES for hardware in HARDWARE]
 WORKLOAD = make_workload("7b", "h100")

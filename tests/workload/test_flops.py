@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wlb.workload import ModelShape, attention_flops, linear_flops, model_shape
+from wlb.workload import ModelShape, model_shape
+from wlb.workload.flops import attention_flops, linear_flops
 
 # Published parameter counts (Hugging Face model cards, safetensors totals).
 PARAMETERS = {"7b": 6_738_415_616, "llama3-8b": 8_030_261_248, "llama3-70b": 70_553_706_496}

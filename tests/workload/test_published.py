@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import pytest
 
-from wlb.workload import HARDWARE, ModelShape, attention_flops, make_workload
+from wlb.workload import HARDWARE, ModelShape, make_workload
 from wlb.workload.base import Phase
+from wlb.workload.flops import attention_flops
 from wlb.workload.hardware import Hardware
 from wlb.workload.links import group_link
 

@@ -9,18 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wlb.errors import UserError
-from wlb.workload import (
-    HARDWARE,
-    Costs,
-    ModelShape,
-    attention_flops,
-    linear_flops,
-    make_workload,
-    model_shape,
-)
+from wlb.workload import HARDWARE, Costs, ModelShape, make_workload, model_shape
 from wlb.workload.base import Direction
 from wlb.workload.costs import QUERY_TILE
-from wlb.workload.flops import elementwise_values_per_token
+from wlb.workload.flops import attention_flops, elementwise_values_per_token, linear_flops
 from wlb.workload.links import group_link
 from wlb.workload.shapes import BlockKind, Experts, Indexer, LatentAttention, LinearLayer
 from wlb.workload.weights import parameters

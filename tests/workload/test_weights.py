@@ -2,7 +2,8 @@
 
 import pytest
 
-from wlb.workload import attention_flops, linear_flops, model_shape
+from wlb.workload import model_shape
+from wlb.workload.flops import attention_flops, linear_flops
 from wlb.workload.weights import parameters
 
 # Billions of weights, in all and for one token; how many vocabulary matrices the second leaves out; and how near ours

@@ -39,7 +39,8 @@ from wlb.training.optimizer import build_optimizer
 from wlb.training.parallel.mesh import build_mesh
 from wlb.training.parallel.parallelize import Execution, build_stage_modules
 from wlb.training.parallel.pipeline import PipelineRunner
-from wlb.workload import attention_flops, hardware_preset, linear_flops
+from wlb.workload import hardware_preset
+from wlb.workload.flops import attention_flops, linear_flops
 
 STEPS = 4
 MICRO_BATCHES = 2

@@ -168,14 +168,10 @@ class LayoutConfig(Section):
     ep: PositiveInt = Field(1, description="Expert-parallel size: GPUs that share a block's experts")
     virtual_pp: PositiveInt = Field(1, description="Pipeline stages per pipeline rank")
     schedule: Annotated[str, *one_of(SCHEDULES)] = Field(
-        "auto",
-        description="planned: an order per step; auto: planned with preset balanced, else 1F1B (interleaved if "
-        "virtual_pp is over 1)",
+        "auto", description="planned: an order per step; auto: that with preset balanced, else (interleaved) 1F1B"
     )
     weights: Weights = Field(
-        "auto",
-        description="Without a pipeline: kept for the step, or gathered again for each pass (FSDP2's resharding); auto "
-        "keeps them if memory allows",
+        "auto", description="Kept for the step or, without a pipeline, gathered for each pass (FSDP2); auto: by memory"
     )
     head: Head = Field(
         "auto",
@@ -219,12 +215,10 @@ class PackingConfig(PackingOptions):
 
     global_batch: MicroBatchCount = Field(4, description="Context windows of a step, over all ranks")
     assignment: Assignment = Field(
-        "balanced",
-        description="Deal micro-batches to data-parallel ranks in turn, or heaviest first to the lightest rank",
+        "balanced", description="Deal micro-batches to dp ranks in turn, or heaviest first to the lightest rank"
     )
     order: Order = Field(
-        "fastest",
-        description="Order inside a rank: as packed, heavy in the middle, or what parallel.schedule runs fastest",
+        "fastest", description="In a rank: as packed, heavy in the middle, or what parallel.schedule runs fastest"
     )
 
     def in_use(self) -> dict[str, Any]:

@@ -45,13 +45,8 @@ class Software:
 
     def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> Costs:
         """The ``Costs`` of this software for these arguments."""
-        return Costs(shape, hardware, tp, **settings, **self.shares)
-
-    @property
-    def shares(self) -> dict[str, Any]:
-        """The fields of ``Costs`` that say how well it overlaps and balances."""
-        experts = {name: getattr(self, name) for name in ("exposed_exchange", "expert_imbalance")}
-        return experts | {"exposed_tp": _SHOWN_OF_ASYNC_TP if self.async_tp else 1.0}
+        settings |= {name: getattr(self, name) for name in ("exposed_exchange", "expert_imbalance")}
+        return Costs(shape, hardware, tp, **settings, exposed_tp=_SHOWN_OF_ASYNC_TP if self.async_tp else 1.0)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@
 
 from typing import TYPE_CHECKING
 
-from wlb.workload.base import Phase, Seconds
 from wlb.workload.costs import Costs
-from wlb.workload.flops import attention_flops, linear_flops
 from wlb.workload.hardware import HARDWARE, Hardware, hardware_preset
 from wlb.workload.published import MODEL_SHAPES, model_shape
 from wlb.workload.shapes import ModelShape
@@ -21,10 +19,6 @@ __all__ = [
     "Costs",
     "Hardware",
     "ModelShape",
-    "Phase",
-    "Seconds",
-    "attention_flops",
-    "linear_flops",
     "make_workload",
     "model_shape",
 ]

@@ -1,15 +1,6 @@
 """The seconds of one GPU for a micro-batch, term by term: the only prices of packing, sharding and simulation.
 
-Every term is a number of seconds over all layers, for the tokens of one context-parallel rank:
-
-    attention          pair * (attended query-key pairs) + padding * tokens, for each piece of a document
-    drain              keys of the longest document: the last tiles of a forward leave most of a GPU idle
-    blocks, head       token * tokens, at least the time of reading the weights; plus a fixed cost of experts
-    host               what a CPU needs to launch the kernels of all blocks; blocks and attention take at least that
-    tp collectives     gathering and reducing the residual stream over tensor-parallel ranks
-    expert exchange    sending tokens to the ranks of their experts and back, under expert parallelism
-    K/V exchange       keys and values of other context-parallel ranks, their gradients, and copies in memory
-
+Every term, a method of ``Costs``, is a number of seconds over all layers, for the tokens of one context-parallel rank.
 Terms are counted from the shape of the model and the rates of the device (docs/workload.md has the formulas). A
 measured profile replaces attention, and blocks and head together. ``wlb.sharding.latency`` sums the terms to seconds of
 a context-parallel group. ``attention_seconds`` (W_a), ``linear_seconds`` (W_l) and ``document_seconds`` are for a

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from wlb.job.job import Job
 from wlb.sharding import MicroBatches, shard_many
 from wlb.simulate.job import simulated_job
-from wlb.workload import Costs, ModelShape, attention_flops, hardware_preset, make_workload
+from wlb.workload import Costs, ModelShape, hardware_preset, make_workload
 from wlb.workload.base import Phase
 from wlb.workload.costs import QUERY_TILE
+from wlb.workload.flops import attention_flops
 from wlb.workload.links import group_link, shard_bytes
 from wlb_studies.policies.exchange import all_to_all_of_heads
 from wlb_studies.policies.megatron import dynamic

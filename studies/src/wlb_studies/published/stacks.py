@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 
 from wlb.errors import UserError
 from wlb.job.prices import Software
-from wlb.workload import HARDWARE, Costs, Hardware, ModelShape, Seconds
-from wlb.workload.base import Direction, Phase
+from wlb.workload import HARDWARE, Costs, Hardware, ModelShape
+from wlb.workload.base import Direction, Phase, Seconds
 from wlb.workload.costs import Rates
 from wlb.workload.flops import LINEAR_FACTORS, elementwise_values_per_token, gemm_flops_per_token
 from wlb.workload.hardware import BLACKWELL_KERNELS, HOPPER_KERNELS, AttentionKernel
@@ -76,7 +76,7 @@ class StackSoftware(Software):
     gathers_context: bool = False
 
     def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> StackCosts:
-        return StackCosts(shape, hardware, tp, software=self, **settings, **self.shares)
+        return StackCosts(**vars(super().costs(shape, hardware, tp, **settings)), software=self)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from wlb.sharding.latency import attending_seconds
 from wlb.sharding.plan import exchange_parts
-from wlb.workload import Costs, Seconds
+from wlb.workload import Costs
+from wlb.workload.base import Seconds
 from wlb_studies.serving.batching import Chunk
 from wlb_studies.serving.job import PrefillJob
 from wlb_studies.serving.prefill import LOOK_AHEAD, GpuGroup, Pass, PrefillRun
