@@ -13,14 +13,12 @@ class Prices:
     fixed: float = 1e-3  # of a micro-batch
     token: float = 1e-5
 
-    def alone(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        return np.asarray(self.token * lengths + 1e-10 * lengths.astype(np.float64) ** 2)
-
     def document_seconds(self, lengths: ArrayLike) -> NDArray[np.float64]:
-        return self.alone(np.asarray(lengths))
+        tokens = np.asarray(lengths)
+        return np.asarray(self.token * tokens + 1e-10 * tokens.astype(np.float64) ** 2)
 
     def beginning(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
         return np.asarray(self.fixed + 1e-7 * lengths, np.float64)
 
     def shared(self, lengths: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
-        return np.asarray(self.fixed + 1.05 * self.alone(lengths) / ranks)
+        return np.asarray(self.fixed + 1.05 * self.document_seconds(lengths) / ranks)

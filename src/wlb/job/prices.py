@@ -59,14 +59,12 @@ class LevelPrices:
     costs: Costs
     max_tokens: int
 
-    def alone(self, lengths: NDArray[np.int64]) -> Seconds:
-        return self._attention(lengths) + self._rest[1] * lengths
+    def document_seconds(self, lengths: ArrayLike) -> Seconds:
+        tokens = np.asarray(lengths, np.int64)
+        return self._attention(tokens) + self._rest[1] * tokens
 
     def beginning(self, lengths: NDArray[np.int64]) -> Seconds:
         return self._drain(lengths) + self._rest[0]
-
-    def document_seconds(self, lengths: ArrayLike) -> Seconds:
-        return self.alone(np.asarray(lengths, np.int64))
 
     def shared(self, lengths: NDArray[np.int64], ranks: int) -> Seconds:
         known = _shared_seconds(self.costs, ranks)

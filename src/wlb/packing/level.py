@@ -43,11 +43,8 @@ _ROUNDS = 4  # of giving more ranks to documents that would finish too late
 class StagePrices(DocumentPrices, Protocol):
     """Seconds of documents on the ranks of a pipeline stage, forward and backward.
 
-    Arrays in, arrays of the same shape out.
+    Arrays in, arrays of the same shape out. ``document_seconds`` are those that each adds to a micro-batch of one rank.
     """
-
-    def alone(self, lengths: Integers) -> NDArray[np.float64]:
-        """Seconds that each document adds to a micro-batch of one rank."""
 
     def beginning(self, lengths: Integers) -> NDArray[np.float64]:
         """Further seconds of one-rank micro-batches, whose longest documents have ``lengths`` tokens."""
@@ -112,10 +109,10 @@ class _Step:
         self._nodes = np.arange(0, ranks.count, ranks.per_node)[:, None]  # the first rank of each node
         self._even = 100 * int((sizes * ticks).sum()) // int(self._speeds.sum())
         full = np.array([max_tokens])
-        self._full = int(in_ticks(prices.alone(full) + prices.beginning(full))[0])
+        self._full = int(in_ticks(prices.document_seconds(full) + prices.beginning(full))[0])
         shared, alone = np.flatnonzero(sizes > 1), np.flatnonzero(sizes == 1)
         alone = alone[np.lexsort((alone, lengths[alone]))]
-        adds = in_ticks(prices.alone(lengths[alone]))
+        adds = in_ticks(prices.document_seconds(lengths[alone]))
         # Unplaced documents for single ranks, shortest first; ticks that each adds to a micro-batch, or with a new one.
         self._short: list[int] = alone.tolist()
         self._adds: list[int] = adds.tolist()
@@ -255,7 +252,7 @@ def _sized(lengths: Integers, max_tokens: int, prices: StagePrices, ranks: Stage
     most = _most(ranks)
     sizes = np.maximum(1, -(-lengths // max_tokens))
     fixed = float(prices.beginning(np.array([max_tokens]))[0]) / max_tokens  # a token's share of the fixed cost
-    ticks = _group_ticks(lengths, sizes, in_ticks(prices.alone(lengths) + fixed * lengths), sizes > 1, prices)
+    ticks = _group_ticks(lengths, sizes, in_ticks(prices.document_seconds(lengths) + fixed * lengths), sizes > 1, prices)
     for _ in range(_ROUNDS):
         even = _even(sizes, ticks, ranks)
         late = (ticks > even) & (sizes < most)
