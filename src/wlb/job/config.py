@@ -1,7 +1,7 @@
 """The configuration of a training job: TOML sections, validated before anything starts.
 
 The schema has keys, types, defaults, bounds, and rules across settings; ``Job`` checks what a layout can run.
-``config_file`` reads a file into it. Nothing here imports torch.
+``config_file`` reads a file into it.
 """
 
 from collections.abc import Mapping

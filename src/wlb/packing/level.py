@@ -252,7 +252,9 @@ def _sized(lengths: Integers, max_tokens: int, prices: StagePrices, ranks: Stage
     most = _most(ranks)
     sizes = np.maximum(1, -(-lengths // max_tokens))
     fixed = float(prices.beginning(np.array([max_tokens]))[0]) / max_tokens  # a token's share of the fixed cost
-    ticks = _group_ticks(lengths, sizes, in_ticks(prices.document_seconds(lengths) + fixed * lengths), sizes > 1, prices)
+    ticks = _group_ticks(
+        lengths, sizes, in_ticks(prices.document_seconds(lengths) + fixed * lengths), sizes > 1, prices
+    )
     for _ in range(_ROUNDS):
         even = _even(sizes, ticks, ranks)
         late = (ticks > even) & (sizes < most)

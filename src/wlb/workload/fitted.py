@@ -81,16 +81,10 @@ def fit_prices(
 ) -> FittedPrices:
     """The non-negative prices that explain the ``seconds`` of micro-batches with the least relative errors.
 
-    Args:
-        squares: sum(d^2) over the documents of each micro-batch, of shape (micro-batches,); or (micro-batches, ranks)
-            if ranks run micro-batches at the same time and wait for the slowest.
-        tokens: sum(d), of the same shape.
-        seconds: Of each micro-batch, of shape (micro-batches,).
-        micro_batches: Number of micro-batches that each entry of ``squares`` sums over, of the same shape; above 1 if
-            ranks wait only at the end of a step.
-
-    Raises:
-        UserError: With fewer than ``LEAST_SAMPLES`` micro-batches.
+    ``squares`` and ``tokens`` are sum(d^2) and sum(d) over the documents of each, of shape (micro-batches,), or
+    (micro-batches, ranks) if ranks run micro-batches at the same time and wait for the slowest. Where ranks wait only
+    at the end of a step, each entry sums over several ``micro_batches``, of the same shape. Raises ``UserError`` with
+    fewer than ``LEAST_SAMPLES`` of them.
     """
     measured = np.asarray(seconds, np.float64)
     count = len(measured)

@@ -183,7 +183,6 @@ def shape_of(document: Keys) -> ModelShape:
     # Some models of Granite have no other feed-forward layer than the shared expert, and some mixtures no dense one.
     width = "shared_intermediate_size" if family == "granitemoehybrid" else "intermediate_size"
     of_token = experts.active * experts.ffn_hidden if experts is not None and not experts.dense_layers else None
-    indexed = latent is not None and keys.get("index_topk")
     shape = ModelShape(
         hidden=hidden,
         layers=layers,
@@ -196,7 +195,7 @@ def shape_of(document: Keys) -> ModelShape:
         latent=latent,
         pattern=pattern,
         linear=_linear(keys) if pattern and re.search("[MH]", pattern) else None,
-        indexer=_indexer(keys, layers) if indexed else None,
+        indexer=_indexer(keys, layers) if latent is not None and keys.get("index_topk") else None,
         gated_attention=family.startswith(("qwen3_next", "qwen3_5")),
         ffn_matrices=2 if family in _UNGATED else 3,
     )
@@ -230,10 +229,9 @@ def _pattern(keys: Keys, experts: Experts | None) -> str:
     if types is None and family == "nemotron_h" and isinstance(written, str):
         return written.partition("/")[0].replace("|", "")
     layers = len(types) if family == "nemotron_h" and types else size(keys, "num_hidden_layers")
-    if types is None and family == "kimi_linear":
-        full = keys.get("linear_full_attn_layers")
-        if isinstance(full, list):
-            types = [_FULL if layer + 1 in full else "linear_attention" for layer in range(layers)]
+    full = keys.get("linear_full_attn_layers")
+    if types is None and family == "kimi_linear" and isinstance(full, list):
+        types = [_FULL if layer + 1 in full else "linear_attention" for layer in range(layers)]
     elif types is None and family == "falcon_h1":
         types = ["hybrid"] * layers
     elif types is None and "full_attention_interval" in keys:

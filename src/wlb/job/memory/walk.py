@@ -4,9 +4,7 @@ The prediction walks through a step operation by operation, in the order of the 
 (``wlb.schedules.operations``). A forward holds what its backward will read, layer by layer; a backward releases it and
 leaves gradients; weights are gathered and freed as FSDP does. Where weights are kept, gradients of all layers are held
 to the end of the last backward, and reduced then. The largest sum is the prediction, reported with its parts. How many
-micro-batches are in flight, and of which lengths, follows from the walk.
-
-``wlb.job.memory.layers`` has the memory of each layer. Nothing here imports torch.
+micro-batches are in flight, and of which lengths, follows from the walk. ``layers`` has the memory of each layer.
 """
 
 import math
