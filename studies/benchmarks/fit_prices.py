@@ -5,7 +5,7 @@
 A half of the rows is fitted, chosen by a hash of repository, hardware, model and layout, so that all releases of a
 configuration are in one half; the other half only checks. (The prices in force were fitted when each row was hashed by
 itself.) So are runs of plain data parallelism, of which every batch's lengths are known; as they have no unknowns,
-their errors count four times. Rows with the seconds of stages only check. Fitted are rates of matrix products by chip
+their errors count four times. The stacks of ``UNFITTED`` only check. Fitted are rates of matrix products by chip
 and type, what grouping experts costs, and which part of collectives beside computing shows; nothing is for one row or
 repository. Functional runs are left out. In force, kernels that are not fused are by what torch.compile gains in
 fms-fsdp, and experts were fitted with all else as it was. Attention and links are fitted to tables of kernels before
@@ -123,9 +123,9 @@ def steps(document: dict[str, Any]) -> Iterator[Step]:
             measured, kind = seconds_of_step(row), whole_steps.published_step(row).kind
         except ODD:
             continue
-        if kind in (FUNCTIONAL, whole_steps.HYBRID):
+        if kind in (FUNCTIONAL, whole_steps.HYBRID, whole_steps.LORA):
             continue
-        checks = "forward_us" in row or _checks([row.get(name) for name in _CONFIGURATION])
+        checks = row["repo"] in whole_steps.UNFITTED or _checks([row.get(name) for name in _CONFIGURATION])
         yield Step(row["repo"], kind, checks, 1.0, partial(_row_error, row, measured))
     for run in document.get("runs", []):
         if run["config"]["mode"] == "baseline":

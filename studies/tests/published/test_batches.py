@@ -1,14 +1,13 @@
 """Measured batches on files that the simulator itself makes: what was run is recovered, and exactly predicted."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from wlb_studies.published import batches as module
-from wlb_studies.published.batches import TABLES, measured_batch_rows, system_ratios
+from wlb_studies.published.batches import TABLES, measured_batch_rows
 from wlb_studies.published.prediction import compared, summaries
 
 _TOKENS = 16_384
@@ -131,16 +130,3 @@ def test_what_a_run_does_not_say_is_the_reason(config, reason):
 def test_runs_before_the_kernels_were_fused_are_slower():
     old, new = (rows_of(run_of("baseline", f"{date}/run.json", batches=1))[0] for date in ("20250815", "20250816"))
     assert old.predicted_seconds > new.predicted_seconds
-
-
-def test_systems_are_compared_on_batches_of_the_same_documents_in_one_folder():
-    plain = measured_as_predicted(run_of("baseline", "folder/a.json"), "lists dealt in turn")
-    balanced = measured_as_predicted(run_of("d2", "folder/b.json"), "attention level")
-    elsewhere = measured_as_predicted(run_of("d2", "elsewhere/c.json"), "attention level")
-    others = measured_as_predicted(run_of("d2", "folder/d.json", lists=4), "attention level")
-    (ratio,) = system_ratios(rows_of(plain, balanced, elsewhere, others))
-    assert ratio[:5] == ("folder/b.json", "DistCA", "folder/a.json", "plain", 8)
-    assert ratio.measured == pytest.approx(ratio.predicted)
-    faster = [replace(row, measured_seconds=row.measured_seconds / 2) for row in rows_of(balanced)]
-    (ratio,) = system_ratios([*rows_of(plain), *faster])
-    assert ratio.measured == pytest.approx(ratio.predicted / 2)

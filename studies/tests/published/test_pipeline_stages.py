@@ -32,8 +32,8 @@ ROW = {
     "value": 1500.0,
     "stack": {"attention": "fa2", "compiled": True, "weights": "kept"},
     "stage_blocks": [10, 10, 10, 2],
-    "forward_us": [20_000] * 4,
-    "backward_us": [40_000] * 4,
+    "forward_us_per_stage": [20_000] * 4,
+    "backward_us_per_stage": [40_000] * 4,
 }
 
 
@@ -42,7 +42,7 @@ DIRECTIONS: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
 
 def test_stages_are_their_blocks_and_the_last_has_the_head():
     costs = Costs(published_shape("gpt-4b-64k"), hardware_preset("a100"))
-    rows = [*stage_rows([ROW, {**ROW, "forward_us": None}])]
+    rows = [*stage_rows([ROW, {**ROW, "forward_us_per_stage": None}])]
     assert [one.kind for one in rows[:4]] == [
         "stages of embedding and blocks, forward",
         *["stages of blocks, forward"] * 2,
@@ -67,7 +67,7 @@ def test_the_step_of_measured_stages_is_that_of_the_pipeline():
 
 
 def test_an_even_share_of_a_head_that_is_spread():
-    spread = {**ROW, "stage_blocks": [8] * 4, "vocabulary_us": [5000] * 4}
+    spread = {**ROW, "stage_blocks": [8] * 4, "vocabulary_pass_us_per_stage": [5000] * 4}
     head = Costs(published_shape("gpt-4b-64k"), hardware_preset("a100")).head_seconds(2048)
     passes = [*stage_rows([spread])]
     assert [one.predicted_seconds for one in passes] == pytest.approx([head / 4] * 4)
@@ -84,7 +84,7 @@ def test_a_last_stage_may_have_no_blocks():
     assert last.steps.stages.forward[0, 0, -1, 0] == pytest.approx(last.steps.priced.head.forward[0, 0, 0])
 
 
-@pytest.mark.parametrize("name", ["forward_us", "backward_us", "vocabulary_us"])
+@pytest.mark.parametrize("name", ["forward_us_per_stage", "backward_us_per_stage", "vocabulary_pass_us_per_stage"])
 @pytest.mark.parametrize("values", [[1, 2], 3, [1, 2, 3, 0], [1, 2, 3, "4"]])
 def test_odd_seconds_of_stages_have_a_reason(name, values):
     (one,) = stage_rows([{**ROW, name: values}])

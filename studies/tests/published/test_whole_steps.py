@@ -39,6 +39,7 @@ ROW = {
     "metric": "tokens/s/GPU",
     "value": 4096,
 }
+SHAPE = {"layers": 32, "hidden": 4096, "ffn": 11_008, "heads": 32, "vocab": 32_000}
 
 
 @pytest.mark.parametrize(
@@ -315,9 +316,10 @@ def test_the_kernel_is_that_of_the_scripts_beside_a_table():
         ({"hardware": "TPU"}, "hardware is unknown"),
         ({"precision": None}, "its precision is not published"),
         ({"precision": "int4"}, "precision int4 is unknown"),
-        ({"kind": "LoRA Performance"}, "LoRA"),
-        ({"repo": "NVIDIA-NeMo/Automodel", "note": "TE + triton"}, "LoRA"),
-        ({"note": "FSDP, LoRA rank 16"}, "LoRA"),
+        ({"shape": {"layers": 32}}, "its shape has not layers, hidden, heads, ffn, vocab"),
+        ({"shape": SHAPE | {"experts": 8}}, "or more than kv_heads, head_dim, tied, mlp, norm"),
+        ({"shape": SHAPE | {"mlp": "cubic"}}, "its shape has mlp = 'cubic'; choose one of swiglu, "),
+        ({"layers_on_last_stage": None}, "its blocks are unevenly divided, and its stage_blocks are not published"),
         ({"metric": "seconds/step (rollout + train)"}, "includes rollouts"),
         ({"repo": "hao-ai-lab/DistCA", "metric": "ms/step"}, "lengths of its documents are not published"),
         ({"model": "GPT OSS 120B"}, "its ep is not published"),
@@ -328,6 +330,72 @@ def test_a_row_that_cannot_be_simulated_says_why(changes, reason):
     one = whole_step_row({**ROW, **changes})
     assert one.predicted_seconds is None
     assert reason in str(one.reason)
+
+
+def test_a_row_may_give_its_shape():
+    named = published_step({**ROW, "model": "llama2-7b"}).job
+    assert published_step({**ROW, "model": "of nobody", "shape": SHAPE}).job.shape == named.shape
+    plain = published_step({**ROW, "shape": SHAPE | {"mlp": "gelu", "ffn": 16_384, "kv_heads": 8}}).job.shape
+    assert (plain.kv_heads, plain.ffn_hidden) == (8, 10_928)  # two thirds
+
+
+def test_seconds_beside_a_metric_of_another_count():
+    assert seconds_of_step({**ROW, "metric": "TFLOP/s/GPU by its own count", "seconds_per_step": 3.5}) == 3.5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "LoRA Performance"},
+        {"repo": "NVIDIA-NeMo/Automodel", "note": "TE + triton"},
+        {"note": "FSDP, LoRA rank 16"},
+    ],
+)
+def test_adapters_need_no_weight_gradients(changes):
+    """Forward as in full training; of the backward's products half, no reduction, no optimizer."""
+    row = {**ROW, "gpus": 8, "tp": 1, "recompute": "none"}
+    full, adapters = published_step(row), published_step({**row, **changes})
+    assert adapters.kind == "LoRA"
+    assert software_of(adapters.job).adapters
+    if "repo" in changes:
+        return
+    costs, less = full.steps.costs, adapters.steps.costs
+    assert (less.block_reduction, less.rank_reduction.max(), less.optimizer.max()) == (0, 0, 0)
+    assert costs.optimizer.max() > 0
+    forward, backward = costs.rank.phase_rates("forward"), costs.rank.phase_rates("backward")
+    assert less.rank.phase_rates("forward") == forward
+    found = less.rank.phase_rates("backward")
+    assert found.block_products == pytest.approx(forward.block_products)
+    assert found.head_products == pytest.approx(forward.head_products)
+    assert backward.block_token - found.block_token == pytest.approx(forward.block_products)
+    assert found.pair == backward.pair
+    assert adapters.seconds < 0.8 * full.seconds
+
+
+def test_tables_count_two_thirds_of_the_operations_of_adapters():
+    row = {**ROW, "repo": "NVIDIA/NeMo", "metric": "model TFLOP/s/GPU", "value": 400}
+    assert seconds_of_step({**row, "note": "LoRA"}) == pytest.approx(2 / 3 * seconds_of_step(row))
+
+
+def test_the_adapters_of_a_node_that_a_row_prints():
+    quarter = published_step({**ROW, "hardware": "H100, 4 x 200 Gb/s a node"}).job.hardware
+    assert quarter.network_bandwidth == pytest.approx(hardware_preset("h100").network_bandwidth / 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({}, "nothing known"),
+        ({"functional": True}, "functional runs"),
+        ({"kind": "LoRA"}, "nothing is fitted to LoRA"),
+        ({"value": 40_000}, "a step under 1 s"),
+        ({"recompute": None}, "recomputation, which is not printed"),
+        ({"seq_len": 65_536, "cp": 2, "tp": 4, "micro_batch": 1}, "64K tokens or more over several GPUs"),
+        ({"packed": True}, "documents shorter than the window, not listed"),
+    ],
+)
+def test_the_first_thing_that_a_prediction_lacks(changes, missing):
+    assert whole_step_row({**ROW, **changes}).missing == missing
 
 
 def test_what_is_no_seconds_has_no_measurement_either():

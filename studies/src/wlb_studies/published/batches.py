@@ -17,8 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, pairwise
-from pathlib import PurePosixPath
+from itertools import pairwise
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -286,39 +285,3 @@ def _spread(ratios: Seconds) -> float:
 def _check_sum(lists: Lists) -> int:
     """A checksum of the lengths, independent of their order and lists."""
     return crc32(np.sort(np.array(_joined(lists), np.int64)).tobytes())
-
-
-class SystemRatio(NamedTuple):
-    """Seconds of ``run`` (``system``) over those of ``base`` (another system), on the ``batches`` that both ran."""
-
-    run: str
-    system: str
-    base: str
-    base_system: str
-    batches: int
-    measured: float
-    predicted: float
-
-
-def system_ratios(predictions: Sequence[Prediction]) -> list[SystemRatio]:
-    """Compare every two runs in a folder that ran the same documents under different systems, plain first.
-
-    Only batches with predictions in both runs and left out in neither count.
-    """
-    runs: dict[tuple[str, str], dict[str, Prediction]] = {}
-    for table in TABLES.values():
-        for one in predictions:
-            if one.table == table and one.predicted_seconds is not None and not one.left_out:
-                runs.setdefault((table, one.run), {})[one.row] = one
-    ratios = []
-    for ((base_table, base), base_rows), ((table, run), rows) in combinations(runs.items(), 2):
-        common = [row for row in rows if row in base_rows]
-        if table == base_table or PurePosixPath(run).parent != PurePosixPath(base).parent or not common:
-            continue
-        measured, predicted = (
-            sum(getattr(rows[row], field) for row in common) / sum(getattr(base_rows[row], field) for row in common)
-            for field in ("measured_seconds", "predicted_seconds")
-        )
-        system, base_system = (name.rpartition(": ")[2] for name in (table, base_table))
-        ratios.append(SystemRatio(run, system, base, base_system, len(common), measured, predicted))
-    return ratios

@@ -14,14 +14,21 @@ import numpy as np
 
 from wlb_studies.experiment import Column, Report, Settings, Table
 from wlb_studies.plots import pyplot_without_display, save
-from wlb_studies.published.batches import measured_batch_rows, system_ratios
+from wlb_studies.published.batches import measured_batch_rows
 from wlb_studies.published.kernels import kernel_rows
 from wlb_studies.published.pipeline_stages import stage_rows
 from wlb_studies.published.prediction import FUNCTIONAL, Prediction, Summary, compared, summaries
+from wlb_studies.published.ratios import SystemRatio, ratio_summaries, system_ratios
 from wlb_studies.published.reading import read_measurements
+from wlb_studies.published.samplers import is_sampled, sampled_row
 from wlb_studies.published.whole_steps import whole_step_row
 
-_GROUPS = {"table": "by table", "kind": "whole steps and pipeline stages, by kind", "run": "measured batches, by run"}
+_GROUPS = {
+    "table": "by table",
+    "kind": "whole steps and pipeline stages, by kind",
+    "missing": "whole steps, by the first thing that their predictions lack",
+    "run": "measured batches, by run",
+}
 _BAND = 0.2
 
 
@@ -31,12 +38,13 @@ def run(settings: Settings) -> Report:
     predictions = predicted_rows(document)
     left_out = Counter(one.left_out for one in predictions if one.left_out)
     grouped = {by: summaries(predictions, by) for by in _GROUPS}
+    ratios = system_ratios(document["rows"], predictions)
     return Report(
         title="Published measurements, and what the simulator predicts for them",
         documents=str(settings.measured or "as published; sources are in each row"),
         tables=[
             *(_table(_GROUPS[by], by, of_one) for by, of_one in grouped.items() if of_one),
-            *_systems(predictions),
+            *_systems(ratios),
             *_without_prediction(predictions),
         ],
         draw=partial(_draw, predictions),
@@ -47,6 +55,7 @@ def run(settings: Settings) -> Report:
         ],
         more={
             "rows": [asdict(one) for one in predictions],
+            "ratios": [one._asdict() for one in ratios],
             "summaries": [asdict(one) for of_one in grouped.values() for one in of_one],
         },
     )
@@ -55,7 +64,7 @@ def run(settings: Settings) -> Report:
 def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
     """A prediction or a reason for everything in a document: rows in order, then stages, kernels and runs."""
     return [
-        *map(whole_step_row, document["rows"]),
+        *(sampled_row(row) if is_sampled(row) else whole_step_row(row) for row in document["rows"]),
         *stage_rows(document["rows"]),
         *kernel_rows(document),
         *measured_batch_rows(document),
@@ -63,8 +72,8 @@ def predicted_rows(document: dict[str, Any]) -> list[Prediction]:
 
 
 def _table(title: str, by: str, grouped: Sequence[Summary]) -> Table:
-    """Rows without a prediction have no kind, so only other tables count them."""
-    published = by != "kind"
+    """Rows without a prediction have no kind and lack nothing, so only other tables count them."""
+    published = by in ("table", "run")
     columns = (
         Column(by),
         *([Column("rows", "", ",.0f")] if published else []),
@@ -87,13 +96,20 @@ def _table(title: str, by: str, grouped: Sequence[Summary]) -> Table:
     return Table(title, columns, [*rows])
 
 
-def _systems(predictions: Sequence[Prediction]) -> list[Table]:
+def _systems(ratios: Sequence[SystemRatio]) -> list[Table]:
+    if not ratios:
+        return []
     columns = (
-        *(Column("run"), Column("system"), Column("over run"), Column("its system"), Column("batches", "", ",.0f")),
+        *(Column("kind"), Column("run"), Column("system"), Column("over run"), Column("its system")),
+        Column("steps", "", ",.0f"),
         *(Column("seconds over its, measured", "quoted", ".3f"), Column("predicted", "simulated", ".3f")),
     )
-    ratios = system_ratios(predictions)
-    return [Table("systems beside each other", columns, [*ratios])] if ratios else []
+    points = [Column(name, "simulated", "+.1f") for name in ("median, points", "median absolute", "worst")]
+    summary = (Column("kind"), Column("pairs", "", ",.0f"), *points)
+    return [
+        Table("systems beside each other", columns, [*ratios]),
+        Table("predicted minus measured ratio of two systems", summary, [*ratio_summaries(ratios)]),
+    ]
 
 
 def _without_prediction(predictions: Sequence[Prediction]) -> list[Table]:

@@ -1,24 +1,25 @@
 """Convert published metrics into seconds of a step."""
 
 import math
+import re
 from typing import Any
 
 from wlb.errors import UserError
-from wlb_studies.published.models import model_flops_per_token, published_shape
+from wlb_studies.published.models import model_flops_per_token, shape_of_row
 
 # Tables that print model TFLOP/s say in which code they count operations; both count six for each weight that a token
 # meets (the output head among them, the embedding not) and no recomputation. NVIDIA/NeMo counts attention over all
 # pairs (nemo/utils/flops_formulas.py: 12 s / h), Megatron over the causal half (``num_floating_point_operations`` of
 # NVIDIA/Megatron-LM). The rows that also print tokens per second agree with this to 2.3%, most to 1%; those of
 # DeepSeek-V3 to 4.1%, as some count its layer that predicts one more token. For GPT-OSS, whose attention is windowed,
-# releases count 5% to 21% less, each in its own way. Rows of LoRA, which count two thirds, are not simulated.
+# releases count 5% to 21% less, each in its own way. Rows of LoRA count no weight gradients, so two thirds.
 _COUNTS_CAUSAL_HALF = {
     "NVIDIA/NeMo": False,
     "NVIDIA/NeMo-Framework-Launcher": False,
     "yanring/Megatron-MoE-ModelZoo": True,
     "NVIDIA-NeMo/Megatron-Bridge": True,
 }
-
+AUTOMODEL = "NVIDIA-NeMo/Automodel"
 
 Row = dict[str, Any]
 
@@ -56,6 +57,22 @@ def positive(row: Row, name: str) -> float:
     return float(row[name])
 
 
+def note_of(row: Row) -> str:
+    return str(row.get("note") or "")
+
+
+def says(text: str, word: str) -> bool:
+    """Whether ``text`` contains the pattern ``word``, also inside another word, without denying it."""
+    found = re.search(rf"(\b(?:no|not|non|without)\b|w/o)?[\s-]*[\w.-]*{word}", text, re.IGNORECASE)
+    return found is not None and found[1] is None
+
+
+def trains_adapters(row: Row) -> bool:
+    """Whether the step trains LoRA's adapters alone; in Automodel's tables, those that name Triton run its kernels."""
+    words = f"{row['table']} {row.get('kind')} {row['model']} {note_of(row)}"
+    return says(words, r"\bq?lora") or (row["repo"] == AUTOMODEL and says(words, "triton"))
+
+
 def micro_batches(row: Row) -> list[list[int]] | None:
     """Document lengths in tokens of every micro-batch of a step, if ``row`` has ``lengths``.
 
@@ -85,8 +102,8 @@ def seconds_of_step(row: Row) -> float:
     """The ``value`` of a row in seconds of a step, by its ``metric``.
 
     Tokens/s and model TFLOP/s are per GPU; ms and seconds are per step. For model TFLOP/s, operations are counted as
-    in the row's repository. Raises ``UserError`` for another metric, a value that is not positive, or a model whose
-    operations are counted in an unknown way.
+    in the row's repository. A row with another metric can give ``seconds_per_step`` too. Raises ``UserError`` for
+    another metric without it, a value that is not positive, or a model whose operations are counted in an unknown way.
     """
     metric, value = stated(row, "metric"), positive(row, "value")
     if metric.startswith("ms/step"):
@@ -99,9 +116,12 @@ def seconds_of_step(row: Row) -> float:
         if row["repo"] not in _COUNTS_CAUSAL_HALF:
             raise UserError(f"how {row['repo']} counts operations is unknown here")
         causal = _COUNTS_CAUSAL_HALF[row["repo"]]
-        shape = published_shape(row["model"])
+        shape = shape_of_row(row)
         if shape.window is not None or shape.linear is not None:
             raise UserError("tables differ in how they count operations of windowed, sparse and linear attention")
         of_token = model_flops_per_token(shape, size(row, "seq_len"), causal=causal)
+        of_token *= 2 / 3 if trains_adapters(row) else 1
         return step_tokens(row) / size(row, "gpus") * of_token / (value * 1e12)
+    if row.get("seconds_per_step") is not None:
+        return positive(row, "seconds_per_step")
     raise UserError(f"{metric} is not a metric of a step")

@@ -8,6 +8,9 @@ weights, two thirds as wide.
 """
 
 import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from wlb.errors import UserError
 from wlb.workload import MODEL_SHAPES, ModelShape
@@ -49,6 +52,7 @@ _SHAPES = MODEL_SHAPES | {
     "mpt-70b": _mpt(8192, 80, 64),
     "llama2-13b": ModelShape(5120, 40, 40, 40, 128, 13_824, 32_000),
     "llama-34b": ModelShape(8192, 48, 64, 8, 128, 22_016, 32_000),
+    "qwen2.5-0.5b-instruct": ModelShape(896, 24, 14, 2, 64, 4864, 151_936),
     "qwen2.5-32b": ModelShape(5120, 64, 40, 8, 128, 27_648, 152_064),
     "qwen3-0.6b": ModelShape(1024, 28, 16, 8, 128, 3072, 151_936),
     "qwen3-1.7b": ModelShape(2048, 28, 16, 8, 128, 6144, 151_936),
@@ -91,6 +95,32 @@ _ALIASES = {
     "nemotron-3-super": "nemotron-3-super-120b-a12b",
     "nemotron-v3-super-120b": "nemotron-3-super-120b-a12b",
 }
+
+
+_GIVEN = ("layers", "hidden", "heads", "ffn", "vocab")  # of a row's shape; below, what it may also say
+_MAY_GIVE = ("kv_heads", "head_dim", "tied", "mlp", "norm")
+_GATED, _PLAIN = ("swiglu", "geglu"), ("gelu", "relu", "squared_relu")
+
+
+def shape_of_row(row: Mapping[str, Any]) -> ModelShape:
+    """The model of a row: its ``shape``, or else the one that ``model`` names.
+
+    A ``shape`` has ``layers``, ``hidden``, ``heads``, ``ffn`` (width) and ``vocab``, and where they differ from plain
+    multi-head attention and SwiGLU, ``kv_heads``, ``head_dim`` and ``mlp``. Raises ``UserError`` for another one.
+    """
+    given = row.get("shape")
+    if given is None:
+        return published_shape(row["model"])
+    if not isinstance(given, dict) or not {*_GIVEN} <= {*given} <= {*_GIVEN, *_MAY_GIVE}:
+        raise UserError(f"its shape has not {', '.join(_GIVEN)}, or more than {', '.join(_MAY_GIVE)}: {given}"[:200])
+    heads, hidden, mlp = int(given["heads"]), int(given["hidden"]), given.get("mlp", _GATED[0])
+    kv_heads, head_dim = int(given.get("kv_heads", heads)), int(given.get("head_dim", hidden // heads))
+    layers, ffn, vocab = (int(given[name]) for name in ("layers", "ffn", "vocab"))
+    if mlp not in (*_GATED, *_PLAIN):
+        raise UserError(f"its shape has mlp = {mlp!r}; choose one of {', '.join((*_GATED, *_PLAIN))}")
+    if mlp in _PLAIN:
+        return replace(_ungated(hidden, layers, heads, kv_heads, ffn, vocab), head_dim=head_dim)
+    return ModelShape(hidden, layers, heads, kv_heads, head_dim, ffn, vocab)
 
 
 def published_shape(name: str) -> ModelShape:

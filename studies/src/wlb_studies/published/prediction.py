@@ -20,7 +20,8 @@ class Prediction:
 
     Without ``predicted_seconds`` there is a ``reason``, such as a missing setting. ``assumed`` lists assumptions where
     the publication is silent. ``kind`` groups measurements across tables. ``measured_seconds`` is None if the published
-    value cannot be converted to seconds; then so is the prediction. ``left_out`` says why statistics leave a row out.
+    value cannot be converted to seconds; then so is the prediction. ``missing`` is the first thing that the prediction
+    is known to lack. ``left_out`` says why statistics leave a row out.
     """
 
     table: str
@@ -32,6 +33,7 @@ class Prediction:
     reason: str | None = None
     assumed: str | None = None
     kind: str | None = None
+    missing: str | None = None
     left_out: str | None = None
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
 from wlb.job.prices import Software
+from wlb.simulate.costs import JobCosts
 from wlb.workload import HARDWARE, Costs, Hardware, ModelShape
 from wlb.workload.base import Direction, Phase, Seconds
 from wlb.workload.costs import Rates
@@ -64,6 +66,9 @@ class StackSoftware(Software):
     matrix products of blocks in a narrow type, over that in the preset's. ``micro_batch_seconds`` is host time for a
     forward and backward, however few tokens; the GPU waits for it.
 
+    If only ``adapters`` are trained (LoRA), a backward computes no gradients of weights. Their own products, some
+    percent of the model's, are not counted.
+
     With ``gathers_context`` every context-parallel rank gathers all keys and values of the micro-batch before attention
     and reduces all their gradients after it, without overlap (``PerDocumentCPAttention`` of hao-ai-lab/DistCA, whose
     collectives run in the kernels' stream).
@@ -73,6 +78,7 @@ class StackSoftware(Software):
     fused: bool = True
     block_rate: float = 1.0
     micro_batch_seconds: float = 0.0
+    adapters: bool = False
     gathers_context: bool = False
 
     def costs(self, shape: ModelShape, hardware: Hardware, tp: int, **settings: Any) -> StackCosts:
@@ -94,11 +100,15 @@ class StackCosts(Costs):
         flops = gemm_flops_per_token(shape) - 2.0 * shape.vocab_size * shape.hidden  # grouping is never narrow
         narrow = LINEAR_FACTORS[phase] * (1 - 1 / software.block_rate) / gemm_rate
         saved = narrow * flops
-        return ours._replace(
+        rates = ours._replace(
             block_token=ours.block_token + elements - saved,
             block_products=ours.block_products - saved,
             expert_token=ours.expert_token - narrow * 2.0 * expert_weights(shape, active=True),
         )
+        return rates if phase == "forward" or not software.adapters else _without_weight_gradients(rates)
+
+    def _adding_seconds(self, weights: float, phase: Direction) -> float:
+        return 0.0 if self.software.adapters else super()._adding_seconds(weights, phase)
 
     @property
     def gathers_context(self) -> bool:
@@ -111,3 +121,32 @@ class StackCosts(Costs):
             return seconds
         own = LINEAR_FACTORS[phase] * (self.software.micro_batch_seconds / LINEAR_FACTORS["both"])
         return seconds + np.where(np.asarray(tokens) > 0, own, 0.0)
+
+
+def _without_weight_gradients(backward: Rates) -> Rates:
+    """Half of the products of a backward."""
+    blocks, head = backward.block_products / 2, backward.head_products / 2
+    return backward._replace(
+        block_token=backward.block_token - blocks,
+        block_products=blocks,
+        head_token=backward.head_token - head,
+        head_products=head,
+        experts=backward.experts / 2,
+        expert_token=backward.expert_token / 2,
+    )
+
+
+class AdapterCosts(JobCosts):
+    """Costs of a step that trains adapters alone: their gradients and optimizer state are too small to count."""
+
+    @cached_property
+    def block_reduction(self) -> float:
+        return 0.0
+
+    @cached_property
+    def root_reduction(self) -> NDArray[np.float64]:
+        return np.zeros(self.layout.stages)
+
+    @cached_property
+    def optimizer(self) -> NDArray[np.float64]:
+        return np.zeros(self.layout.pp)

@@ -30,15 +30,28 @@ from wlb.simulate.job import simulated_job
 from wlb.simulate.step import Steps
 from wlb.workload import Hardware, ModelShape, hardware_preset
 from wlb.workload.base import Checkpointing
-from wlb_studies.published.metrics import Row, micro_batches, seconds_of_step, size, stated, step_tokens
-from wlb_studies.published.models import published_shape
+from wlb_studies.published.metrics import (
+    AUTOMODEL,
+    Row,
+    micro_batches,
+    note_of,
+    says,
+    seconds_of_step,
+    size,
+    stated,
+    step_tokens,
+    trains_adapters,
+)
+from wlb_studies.published.models import shape_of_row
 from wlb_studies.published.prediction import FUNCTIONAL, ODD, Prediction, source_of, why
-from wlb_studies.published.stacks import StackSoftware, attention_kernel, narrow_rate
+from wlb_studies.published.stacks import AdapterCosts, StackSoftware, attention_kernel, narrow_rate
 
-HYBRID = "hybrid, with linear layers"  # to which no price was fitted
+HYBRID, LORA = "hybrid, with linear layers", "LoRA"  # to which no price was fitted
+# Nor to the rows of these, whose rows came later.
+UNFITTED = ("sail-sg/VocabularyParallelism", "InternLM/InternEvo")
 Recomputation = Literal["none", "keep_attention", "full"]
 _KERNELS = {f"fa{version}": f"FlashAttention-{version}" for version in (2, 3, 4)}
-_KERNELS |= {"cudnn": "cuDNN", "triton": "Triton's kernel"}
+_KERNELS |= {"cudnn": "cuDNN", "triton": "Triton's kernel", "own": "the device's own kernel"}
 
 
 class Stack(NamedTuple):
@@ -62,7 +75,7 @@ class Stack(NamedTuple):
 # (huggingface/trl, issue 6092, one GPU, 1K to 16K tokens). fms-fsdp and torchtitan show no such constant.
 _HOST_SECONDS = 0.12
 _LLM_FOUNDRY, _BRIDGE = "mosaicml/llm-foundry", "NVIDIA-NeMo/Megatron-Bridge"
-_TORCHTITAN, _AUTOMODEL = "pytorch/torchtitan", "NVIDIA-NeMo/Automodel"
+_TORCHTITAN = "pytorch/torchtitan"
 _MEGATRON = Stack("cudnn", True, "kept")
 # NeMo's recipes overlap tensor-parallel collectives with matrix products (``tp_comm_overlap``).
 _NEMO = _MEGATRON._replace(overlaps_tp=True)
@@ -70,12 +83,14 @@ _STACKS = {
     _TORCHTITAN: Stack("fa2", True, "gathered"),
     # MPT has no RMSNorm, rotary angles or SwiGLU: torch has one kernel for each of its element-wise operations.
     _LLM_FOUNDRY: Stack("fa2", True, "gathered"),
-    _AUTOMODEL: Stack("cudnn", True, "gathered", prefetch=False),
+    AUTOMODEL: Stack("cudnn", True, "gathered", prefetch=False),
     _BRIDGE: _NEMO,
     "NVIDIA/NeMo": _NEMO,
     "yanring/Megatron-MoE-ModelZoo": _MEGATRON,
 }
-_VALUES: dict[str, tuple[Any, ...]] = {"attention": tuple(_KERNELS), "weights": ("gathered", "kept")}
+# Other words of tables for kernels: SDPA runs FlashAttention-2, Transformer Engine cuDNN's, and CK is ROCm's own.
+_OTHER_WORDS = {"sdpa": "fa2", "flash": "fa2", "flash_attention_2": "fa2", "te": "cudnn", "ck": "own", "aiter": "own"}
+_VALUES: dict[str, tuple[Any, ...]] = {"attention": (*_KERNELS, *_OTHER_WORDS), "weights": ("gathered", "kept")}
 
 
 def stack_of(row: Row) -> Stack:
@@ -83,7 +98,7 @@ def stack_of(row: Row) -> Stack:
 
     Raises ``UserError`` that says what to add or change.
     """
-    known, own, note = _STACKS.get(row["repo"]), row.get("stack") or {}, _note(row)
+    known, own, note = _STACKS.get(row["repo"]), row.get("stack") or {}, note_of(row)
     if known is None and not {"attention", "compiled", "weights"} <= {*own}:
         raise UserError(
             f"it is unknown how {row['repo']} trains; add a stack to the row, such as "
@@ -97,11 +112,12 @@ def stack_of(row: Row) -> Stack:
     found = {
         "attention": "triton" if ran_triton(row) else stack.attention,
         "compiled": stack.compiled and not _ran_eagerly(row),
-        "prefetch": stack.prefetch or _says(note, "prefetch"),
-        "overlaps_tp": stack.overlaps_tp or _says(note, "async"),
+        "prefetch": stack.prefetch or says(note, "prefetch"),
+        "overlaps_tp": stack.overlaps_tp or says(note, "async"),
         "overlaps_experts": _overlaps_experts(row),
     }
-    return stack._replace(**found | own)
+    merged = found | own
+    return stack._replace(**merged | {"attention": _OTHER_WORDS.get(merged["attention"], merged["attention"])})
 
 
 class SpreadHead(Job):
@@ -123,6 +139,7 @@ class PublishedStep:
     lengths: tuple[tuple[int, ...], ...]
     kind: str
     assumed: tuple[str, ...] = ()
+    trains_adapters: bool = False
 
     @property
     def seconds(self) -> float:
@@ -131,7 +148,8 @@ class PublishedStep:
 
     @property
     def steps(self) -> Steps:
-        costs, count = JobCosts(self.job), self.job.rank_micro_batches
+        costs = AdapterCosts(self.job) if self.trains_adapters else JobCosts(self.job)
+        count = self.job.rank_micro_batches
         of_rank = min(count, len(self.lengths))
         shards = price_shards(self.lengths, self.job.layout.cp, self.job.sharding.strategy, costs.rank)
 
@@ -144,17 +162,38 @@ class PublishedStep:
 
 def whole_step_row(row: Row) -> Prediction:
     """A prediction or a reason for a row of whole steps."""
-    table = str(row.get("table") or "rows of no table") + (f", {FUNCTIONAL}" if row.get("functional") else "")
-    one = Prediction(table, "", _label(row), source_of(row))
+    one = described_row(row)
     try:
         for name in ("table", "repo", "commit", "path", "model"):
             stated(row, name)
         one = replace(one, measured_seconds=seconds_of_step(row))
         step = published_step(row)
-        one = replace(one, assumed="; ".join(step.assumed) or None, kind=step.kind)
+        missing = _missing(row, float(one.measured_seconds or 0))
+        one = replace(one, assumed="; ".join(step.assumed) or None, kind=step.kind, missing=missing)
         return replace(one, predicted_seconds=step.seconds)
     except ODD as error:
         return replace(one, reason=why(error))
+
+
+def _missing(row: Row, seconds: float) -> str:
+    """The first thing that the prediction of a row is known to lack."""
+    known = {
+        FUNCTIONAL: row.get("functional"),
+        "nothing is fitted to linear layers or an indexer": shape_of_row(row).linear or shape_of_row(row).indexer,
+        "nothing is fitted to LoRA": trains_adapters(row),
+        "nothing is fitted to the stack": row["repo"] in UNFITTED,
+        "documents shorter than the window, not listed": row.get("packed") and row.get("lengths") is None,
+        "a step under 1 s": seconds < 1,
+        "64K tokens or more over several GPUs": size(row, "seq_len") >= 2**16 and size(row, "cp") > 1,
+        "recomputation, which is not printed": _stated_recomputation(row) is None,
+    }
+    return next((name for name, found in known.items() if found), "nothing known")
+
+
+def described_row(row: Row) -> Prediction:
+    """What a row is, without measured or predicted seconds."""
+    table = str(row.get("table") or "rows of no table") + (f", {FUNCTIONAL}" if row.get("functional") else "")
+    return Prediction(table, "", _label(row), source_of(row))
 
 
 def _label(row: Row) -> str:
@@ -167,7 +206,7 @@ def _label(row: Row) -> str:
 def published_step(row: Row) -> PublishedStep:
     """The step that ``row`` describes; raises ``UserError`` if something is missing."""
     _refuse_what_is_no_plain_step(row)
-    stack, shape = stack_of(row), published_shape(row["model"])
+    stack, shape = stack_of(row), shape_of_row(row)
     if shape.experts is not None:
         size(row, "ep")
     layout, count, lengths, assumed = _layout(row)
@@ -183,11 +222,11 @@ def published_step(row: Row) -> PublishedStep:
         micro_batches=count,
         **vars(layout) | {"weights": weights},
     )
-    if row.get("vocabulary_us") is not None:
+    if spreads_head(row):
         job = SpreadHead(**{field.name: getattr(job, field.name) for field in fields(job)})
     assumed += _remarks(row, shape, stack, weights)
     recomputation = _stated_recomputation(row)
-    if recomputation is None and stack.weights == "kept":
+    if recomputation is None and (stack.weights == "kept" or software.adapters):
         assumed.append("no recomputation, or only of element-wise operations, whether or not that fits")
     elif recomputation is None:
         held = (replace(_held(job), activation_checkpointing=kind) for kind in get_args(Checkpointing))
@@ -197,29 +236,16 @@ def published_step(row: Row) -> PublishedStep:
         assumed.append(f"recomputation: {recomputation}, {why}")
     if recomputation is not None:
         job = replace(job, activation_checkpointing=recomputation)
-    return PublishedStep(job, lengths, _kind(row, shape), tuple(assumed))
+    return PublishedStep(job, lengths, _kind(row, shape), tuple(assumed), software.adapters)
 
 
 def _refuse_what_is_no_plain_step(row: Row) -> None:
     if "rollout" in row["metric"]:
         raise UserError("the step includes rollouts")
-    if re.search("optimizer[^;,]* on the host", _note(row)):
+    if re.search("optimizer[^;,]* on the host", note_of(row)):
         raise UserError("the optimizer runs on the host, which is not simulated")
     if row["repo"] == "hao-ai-lab/DistCA" and row.get("lengths") is None:
         raise UserError("the lengths of its documents are not published")
-    words = f"{row['table']} {row.get('kind')} {row['model']} {_note(row)}"
-    if _says(words, r"\bq?lora") or (row["repo"] == _AUTOMODEL and _says(words, "triton")):
-        raise UserError("LoRA, whose backward leaves out weight gradients, is not simulated")
-
-
-def _note(row: Row) -> str:
-    return str(row.get("note") or "")
-
-
-def _says(text: str, word: str) -> bool:
-    """Whether ``text`` contains the pattern ``word``, also inside another word, without denying it."""
-    found = re.search(rf"(\b(?:no|not|non|without)\b|w/o)?[\s-]*[\w.-]*{word}", text, re.IGNORECASE)
-    return found is not None and found[1] is None
 
 
 def ran_triton(row: Row) -> bool:
@@ -246,7 +272,7 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
     batch_of_rank = row["repo"] == _TORCHTITAN and pp > 1  # which it prints
     if batch_of_rank:
         sequences = max(1, sequences // pp)
-        virtual_pp = 2 if "Interleaved" in _note(row) else 1
+        virtual_pp = 2 if "Interleaved" in note_of(row) else 1
     ep = 1 if row.get("ep") is None else size(row, "ep")
     schedule = "interleaved_1f1b" if virtual_pp > 1 else "1f1b"
     layout = Layout(tp, cp, pp, dp, virtual_pp, schedule, stage_blocks=_stage_blocks(row), ep=ep)
@@ -271,10 +297,19 @@ def _layout(row: Row) -> tuple[Layout, int, tuple[tuple[int, ...], ...], list[st
     return layout, count, ((seq_len,) * sequences,), assumed
 
 
+def spreads_head(row: Row) -> bool:
+    """Whether stages have passes of their own for a part of the head; where they have none, tables print zeros."""
+    passes = row.get("vocabulary_pass_us_per_stage")
+    return any(passes) if isinstance(passes, list) else passes is not None
+
+
 def _stage_blocks(row: Row) -> tuple[int, ...] | None:
+    stages, layers = size(row, "pp"), shape_of_row(row).layers
     if row.get("stage_blocks") is None:
+        if "layers_on_last_stage" in row and row["layers_on_last_stage"] != layers / stages:
+            raise UserError("its blocks are unevenly divided, and its stage_blocks are not published")
         return None
-    blocks, stages, layers = tuple(row["stage_blocks"]), size(row, "pp"), published_shape(row["model"]).layers
+    blocks = tuple(row["stage_blocks"])
     if len(blocks) != stages or sum(blocks) != layers or min(blocks) < 0:
         raise UserError(f"its stage_blocks are not {layers} blocks on {stages} stages: {list(blocks)}"[:200])
     return blocks
@@ -301,12 +336,31 @@ def _software(row: Row, stack: Stack, weights: Weights) -> StackSoftware:
         exposed_exchange=0.0 if stack.overlaps_experts else 1.0,
         fused=stack.compiled,
         block_rate=narrow_rate(_preset(row), _precision(row)),
+        adapters=trains_adapters(row),
         micro_batch_seconds=_HOST_SECONDS if row["repo"].startswith("huggingface/") and not stack.compiled else 0.0,
     )
 
 
+# Quoted: 209.5 TFLOP/s in bf16 with float32 sums, 1,792 GB/s, 32 GB (NVIDIA RTX Blackwell white paper, appendix A); two
+# GPUs over PCIe 5, 64 GB/s at most. Assumed: its attention is as far under its peak as that of A100.
+_A100 = hardware_preset("a100")
+_PEAK = 209.5e12
+_RTX_5090 = replace(
+    _A100,
+    peak_flops=_PEAK,
+    memory_bandwidth=1792e9,
+    memory_bytes=32e9,
+    node_bandwidth=50e9,
+    attention=replace(
+        _A100.attention,
+        forward_flops=_A100.attention.forward_flops * _PEAK / _A100.peak_flops,
+        backward_flops=_A100.attention.backward_flops * _PEAK / _A100.peak_flops,
+    ),
+)
+
+
 def _preset(row: Row) -> str:
-    found = re.search("GB300|GB200|B300|B200|H200|H100|A100", stated(row, "hardware").upper())
+    found = re.search("GB300|GB200|B300|B200|H200|H100|A100|MI300X|RTX 5090", stated(row, "hardware").upper())
     if found is None:
         raise UserError(f"its hardware is unknown here: {row['hardware']}")
     return found[0].lower()
@@ -314,14 +368,20 @@ def _preset(row: Row) -> str:
 
 def _hardware(row: Row, stack: Stack) -> Hardware:
     """The row's GPU, with its kernels."""
-    hardware = hardware_preset(_preset(row))
+    preset = _preset(row)
+    hardware = _RTX_5090 if preset == "rtx 5090" else hardware_preset(preset)
     if "96GB HBM2e" in row["hardware"]:  # quoted: 2.4 TB/s (torchtitan's page, section "Hardware")
         bandwidth = hardware.memory_bandwidth * 2.4 / 3.35
         hardware = replace(hardware, memory_bytes=96e9, memory_bandwidth=bandwidth)
     if "a100_40gb" in row["hardware"]:  # quoted: 1,555 GB/s, beside 2,039 of the preset (NVIDIA A100 data sheet)
         bandwidth = hardware.memory_bandwidth * 1555 / 2039
         hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
-    hardware = replace(hardware, attention=attention_kernel(_preset(row), stack.attention))
+    if found := re.search(r"(\d+) x (\d+) Gb/s", row["hardware"]):  # adapters of a node
+        rates = (int(found[1]) * int(found[2]) / hardware.node_size, 400)  # of a GPU, and of the H100 preset
+        bandwidth = hardware_preset("h100").network_bandwidth * rates[0] / rates[1]
+        hardware = replace(hardware, network_bandwidth=bandwidth)
+    if stack.attention != "own" and preset != "rtx 5090":
+        hardware = replace(hardware, attention=attention_kernel(preset, stack.attention))
     if "500 W" in row["hardware"]:
         hardware = hardware.computing_at(
             math.sqrt(500 / 700)
@@ -336,7 +396,7 @@ def _overlaps_experts(row: Row) -> bool:
     time; across nodes they did not change. A row without a release counts as the newest.
     """
     release = str(row.get("release") or "") or next(iter(re.findall(r"\b2\d\.\d\d\b", row["table"])), "newest")
-    return row["repo"] == _BRIDGE and (_says(_note(row), "overlapped") or (release >= "26.06" and _in_a_node(row)))
+    return row["repo"] == _BRIDGE and (says(note_of(row), "overlapped") or (release >= "26.06" and _in_a_node(row)))
 
 
 def _in_a_node(row: Row) -> bool:
@@ -346,8 +406,8 @@ def _in_a_node(row: Row) -> bool:
 
 def _ran_eagerly(row: Row) -> bool:
     """Whether torchtitan ran without ``torch.compile``: the notes of its first table name everything used."""
-    note = _note(row).lower()
-    return row["repo"] == _TORCHTITAN and (note == "fsdp" or ("compile" in note and not _says(note, "compile")))
+    note = note_of(row).lower()
+    return row["repo"] == _TORCHTITAN and (note == "fsdp" or ("compile" in note and not says(note, "compile")))
 
 
 _PRECISIONS: dict[str, Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]] = {
@@ -368,7 +428,7 @@ def _precision(row: Row) -> Literal["bf16", "fp8", "fp8-rowwise", "nvfp4"]:
 
 
 def _stated_recomputation(row: Row) -> Recomputation | None:
-    text = str(row.get("recompute")).lower()
+    text = str(row.get("recompute") or "").lower()
     if text in ("none", "full"):
         return "none" if text == "none" else "full"
     return "keep_attention" if "selective" in text else None
@@ -377,15 +437,15 @@ def _stated_recomputation(row: Row) -> Recomputation | None:
 def _remarks(row: Row, shape: ModelShape, stack: Stack, weights: Weights) -> list[str]:
     """Assumptions about a row besides its layout; for its stack, the usual settings of its repository."""
     own = row.get("stack") or {}
-    remarks = [part.strip() for part in _note(row).split(";") if "not printed" in part]
+    remarks = [part.strip() for part in note_of(row).split(";") if "not printed" in part]
     if "attention" not in own:
         remarks.append(f"attention by {_KERNELS[stack.attention]}")
-    if "compiled" not in own and not _says(_note(row), "compile"):
+    if "compiled" not in own and not says(note_of(row), "compile"):
         remarks.append("kernels compiled, or fused in another way" if stack.compiled else "eager kernels")
     if "weights" not in own and not row.get("fsdp"):
         kept = "kept whole" if weights == "kept" else "gathered by FSDP in every micro-batch"
         remarks.append(f"weights {kept}")
-    if "overlaps_tp" not in own and size(row, "tp") > 1 and stack.overlaps_tp and not _says(_note(row), "async"):
+    if "overlaps_tp" not in own and size(row, "tp") > 1 and stack.overlaps_tp and not says(note_of(row), "async"):
         remarks.append("tensor-parallel collectives overlapped")
     if "overlaps_experts" not in own and stack.overlaps_experts and shape.experts is not None:
         remarks.append("the exchange of experts is hidden")
@@ -407,9 +467,11 @@ def _remarks(row: Row, shape: ModelShape, stack: Stack, weights: Weights) -> lis
 def _kind(row: Row, shape: ModelShape) -> str:
     if row.get("functional"):
         return FUNCTIONAL
-    if row.get("vocabulary_us") is not None:
+    if trains_adapters(row):
+        return LORA
+    if spreads_head(row):
         return "pipeline, head spread over stages: nothing here runs that"
-    if row.get("forward_us") is not None:
+    if row.get("forward_us_per_stage") is not None:
         return "pipeline, head on the last stage"
     if shape.linear is not None:
         return HYBRID
