@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all pytest test-torch stacks slowest equivalence rehearsal lint setup peers docs site release-check clean
+.PHONY: demo test test-all pytest test-torch stacks slowest equivalence rehearsal lint setup peers figures docs site release-check clean
 
 # Installs once, and again whenever the dependencies change.
 $(VENV)/.installed: pyproject.toml studies/pyproject.toml constraints.txt
@@ -65,6 +65,13 @@ equivalence: setup
 # Jobs of 32 and 64 processes, which lose a node and go on without it; 8 GiB, and half an hour on two cores.
 rehearsal: setup
 	$(BIN)/pytest tests/training/test_rehearsal.py -m ""
+
+# Every figure of README and of the studies' pages that takes long, and the tables that show them: many hours on two
+# cores, but an interrupted run continues. Then the demo, and the pictures.
+figures: setup
+	$(BIN)/python scripts/figures.py $(RESULTS)
+	$(BIN)/python -m benchmarks.demo
+	$(BIN)/python scripts/pictures.py
 
 docs: setup
 	$(BIN)/python scripts/configuration_reference.py

@@ -58,7 +58,8 @@ def test_rows_of_one_job_are_compared_with_the_first_of_another_system():
     ]
     predictions = [whole_step_row(row) for row in rows]
     (ratio,) = system_ratios(rows, predictions)
-    assert (ratio.system, ratio.base_system, ratio.measured) == ("fewer", "even", pytest.approx(0.8))
+    assert (ratio.system, ratio.base_system) == ("fewer", "even")
+    assert ratio.measured == pytest.approx(0.8)
     even, fewer = (predictions[place].predicted_seconds or 0 for place in (0, 2))
     assert ratio.predicted == fewer / even
 

@@ -69,7 +69,7 @@ def _of_batches(predictions: Sequence[Prediction]) -> Iterator[SystemRatio]:
             for field in ("measured_seconds", "predicted_seconds")
         )
         system, base_system = (name.rpartition(": ")[2] for name in (table, base_table))
-        kind = "measured batches, dp and cp"
+        kind = "DistCA, WLB-LLM and plain data parallelism"
         yield SystemRatio(kind, run, system, base, base_system, len(common), measured, predicted)
 
 
