@@ -32,6 +32,7 @@ RESULTS = {
     "mixtures": (("paper", "mixtures"), "mixtures", None),
     "grid": (("paper", "grid"), "grid", "rivals.png"),
 }
+_JOB = re.compile(r"llama3-(\w+)-(\w+)-(\d+)(?:-(\w+))?")  # of the grid
 _TABLE = re.compile(r"(<!-- figures: ([\w-]+) -->\n\n).*?(\n\n<!-- end of figures -->)", re.DOTALL)
 
 
@@ -233,14 +234,24 @@ def _mean(jobs: dict[str, dict[str, Any]], policy: str) -> float:
 
 
 def _jobs(*, synthetic: bool) -> dict[str, dict[str, Any]]:
-    """Of each job, by its name in a table: every policy's speedup, and its least and most in draws."""
-    found = {}
-    for table in result("grid")["tables"]:
-        model, window, gpus, *source = *table["title"].removeprefix("llama3-").split("-"), "", ""
-        if gpus.isdigit() and synthetic == (not any(source)):
-            source = [*filter(None, source)]
-            job = ", ".join((model.upper(), window.upper(), *source, *([] if source else [f"{int(gpus):,}"])))
-            found[job] = {policy: (speed, least, most) for policy, _, speed, least, most, *_ in table["rows"]}
+    """Of each job, by its name in a table: every policy's speedup, and its least and most in draws.
+
+    Where documents wait, the speedup is that of the tables by model, at the work that ours trains with.
+    """
+    tables, found = result("grid")["tables"], {}
+    speeds: dict[tuple[str, str], float] = {}
+    for table in tables:
+        if (model := table["title"].partition(",")[0]) in ("llama3-8b", "llama3-70b"):
+            names = [column["name"] for column in table["columns"]]
+            for policy, *row in table["rows"]:
+                speeds |= {(f"{model}-{name}", policy): speed for name, speed in zip(names[1:], row, strict=True)}
+    for table in tables:
+        if named := _JOB.fullmatch(table["title"]):
+            model, window, gpus, source = named.groups()
+            if synthetic == (source is None):
+                job = f"{model.upper()}, {window.upper()}, {source or f'{int(gpus):,}'}"
+                rows = ((policy, least, most) for policy, _, _, least, most, *_ in table["rows"])
+                found[job] = {policy: (speeds[table["title"], policy], *spread) for policy, *spread in rows}
     return found
 
 

@@ -103,6 +103,7 @@ PRICES = {
     "biases of experts": of_module(costs, "_EXPERT_BIASES", 0.0, 5.0),
     "async TP that shows": of_module(prices, "_SHOWN_OF_ASYNC_TP", 0.0, 1.0),
 }
+NOT_FITTED = (FUNCTIONAL, whole_steps.HYBRID, whole_steps.LORA)  # kinds of rows
 _CONFIGURATION = ("repo", "hardware", "model", "gpus", "tp", "cp", "pp", "ep")
 
 
@@ -123,13 +124,17 @@ def steps(document: dict[str, Any]) -> Iterator[Step]:
             measured, kind = seconds_of_step(row), whole_steps.published_step(row).kind
         except ODD:
             continue
-        if kind in (FUNCTIONAL, whole_steps.HYBRID, whole_steps.LORA):
+        if kind in NOT_FITTED:
             continue
-        checks = row["repo"] in whole_steps.UNFITTED or _checks([row.get(name) for name in _CONFIGURATION])
-        yield Step(row["repo"], kind, checks, 1.0, partial(_row_error, row, measured))
+        yield Step(row["repo"], kind, is_checked(row), 1.0, partial(_row_error, row, measured))
     for run in document.get("runs", []):
         if run["config"]["mode"] == "baseline":
             yield Step("hao-ai-lab/DistCA", "plain runs", _checks(run["path"]), 4.0, partial(_run_error, run))
+
+
+def is_checked(row: dict[str, Any]) -> bool:
+    """Whether a row is in the half that only checks."""
+    return row["repo"] in whole_steps.UNFITTED or _checks([row.get(name) for name in _CONFIGURATION])
 
 
 def _checks(what: Any) -> bool:
