@@ -142,6 +142,8 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
         ([*CHECK, "--systems", "any,"], "--systems 'any,' has an empty name; list names as a,b,c"),
         ([*CHECK, "--gpu", 8], "No such option: --gpu; did you mean --gpus?"),
         ([*CHECK, "--colour"], "No such option: --colour; wlb check --help lists all"),
+        (["nosuch"], "No such command 'nosuch'; wlb --help lists all"),
+        (["chek"], "No such command 'chek'. Did you mean 'check'?"),
         ([*CHECK, "--gpus", 8, "--dp", 4, "--pp", 4], "no multiple of --dp 4 x --pp 4 = 16; change one of the sizes"),
         ([*CHECK, "--gpus", 100_000_000], "100,000,000 GPUs cannot share a step of 8 windows of 4096 tokens"),
         ([*CHECK, "--gpus", 1, "--model", "70b"], "with 74.5 GiB each fits this model and window of 4096 tokens"),

@@ -113,6 +113,8 @@ def _described(error: typer.BadParameter) -> str:
     if type(error).__name__ == "MissingParameter" and error.ctx is not None:
         example = re.search("Example: (.*)", error.ctx.command.help or "")
         return message.rstrip(".") + (f"; for example: {example[1]}" if example else "")
+    if message.startswith("No such command") and message.endswith(".") and error.ctx is not None:
+        return f"{message.rstrip('.')}; {error.ctx.command_path} --help lists all"
     if not isinstance(cause, ValidationError):
         return message
     given = cause.errors()[0]["input"]

@@ -298,10 +298,11 @@ class TokenStore:
 
     def _open_shard(self, prefix: str) -> Shard:
         """Open a shard that must not have changed since it was first opened."""
-        files.check_unchanged(prefix, self._stamps.setdefault(prefix, files.stamps_of(prefix)))
+        files.check_unchanged(prefix, self._stamps[prefix])
         return Shard.open(prefix)
 
     def _known(self, prefix: str) -> _Known:
+        self._stamps[prefix] = files.stamps_of(prefix)
         shard = self._opened(prefix)
         shard.index.check_sample()
         return _Known(prefix, shard.index.documents, shard.index.tokens, shard.sidecar, shard.identity)
