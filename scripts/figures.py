@@ -33,7 +33,7 @@ RESULTS = {
     "grid": (("paper", "grid"), "grid", "rivals.png"),
 }
 _JOB = re.compile(r"llama3-(\w+)-(\w+)-(\d+)(?:-(\w+))?")  # of the grid
-_TABLE = re.compile(r"(<!-- figures: ([\w-]+) -->\n\n).*?(\n\n<!-- end of figures -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
 
 
 def compute(name: str) -> None:
@@ -278,7 +278,7 @@ PAGES = ("README.md", "docs/experts.md", "studies/docs/validate.md", "studies/do
 
 def written(page: str) -> str:
     """The page with its tables from the results."""
-    return _TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", page)
+    return _TABLE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[3]}", page)
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -13,6 +13,16 @@ def test_tables_show_the_results(name: str) -> None:
     assert figures.written(page) == page, "run .venv/bin/python scripts/figures.py --tables"
 
 
+def test_an_empty_pair_of_markers_is_filled_and_prose_between_pairs_stays() -> None:
+    empty = "<!-- figures: {} -->\n\n<!-- end of figures -->\n"
+    page = f"{empty.format('missing')}\nprose\n\n{empty.format('ratios')}"
+    filled = figures.written(page)
+    assert figures.missing() in filled
+    assert figures.ratios() in filled
+    assert "prose" in filled
+    assert figures.written(filled) == filled
+
+
 def test_every_table_is_in_a_page() -> None:
     pages = [(figures.ROOT / name).read_text(encoding="utf-8") for name in figures.PAGES]
     named = re.findall(r"<!-- figures: ([\w-]+) -->", "".join(pages))

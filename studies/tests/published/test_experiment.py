@@ -1,9 +1,11 @@
 """``wlb-studies validate``: every row in order, summaries, JSON, a picture."""
 
 import json
+from itertools import chain
 
 import pytest
 
+from scripts import figures
 from studies.tests.paper.test_reports import check_report
 from wlb_studies.experiment import Settings
 from wlb_studies.published import experiment
@@ -38,6 +40,15 @@ def test_every_row_is_there_in_order_with_a_prediction_or_a_reason(report):
         assert one.keys() >= KEYS
         assert (one["predicted_seconds"] is None) == (one["reason"] is not None), one
     assert sum(one["predicted_seconds"] is not None for one in rows[: len(own["rows"])]) > 120
+
+
+def test_the_results_in_the_repository_are_these(report):
+    kept, found = figures.result("validate"), report.to_json()
+    for before, now in zip(kept["tables"], json.loads(json.dumps(found["tables"])), strict=True):
+        assert (before["title"], len(before["rows"])) == (now["title"], len(now["rows"]))
+        for old, new in zip(chain(*before["rows"]), chain(*now["rows"]), strict=True):
+            same = old == (pytest.approx(new, rel=1e-6) if isinstance(new, float) else new)
+            assert same, "run .venv/bin/python scripts/figures.py validate"
 
 
 def test_summaries_of_tables_and_runs_count_every_row(report):

@@ -82,7 +82,7 @@ def test_every_sampler_trains_the_drawn_documents_padded(arm):
         assert all(len(one) == 8 for step in steps for one in step)
 
 
-def test_less_padding_is_faster_and_balance_faster_still():
+def test_less_padding_is_faster():
     arms = ("random (distributed sampler)", "group_by_length", "batch_rebalance")
     rows = [{**SAMPLED, "arm": arm} for arm in arms]
     random, grouped, balanced = (sampled_row(row).predicted_seconds or 0 for row in rows)
@@ -90,6 +90,29 @@ def test_less_padding_is_faster_and_balance_faster_still():
     assert random > 1.3 * grouped
     ratios = system_ratios(rows, [sampled_row(row) for row in rows])
     assert [one.predicted for one in ratios] == [grouped / random, balanced / random]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batch_rebalance_is_that_of_transformers(ranks: int):
+    module = pytest.importorskip("transformers.trainer_pt_utils")
+    lengths = np.random.default_rng(3).integers(16, 1024, 320)
+    steps = [*_SAMPLERS["batch_rebalance"](lengths, ranks, 2, 4)]
+    for rank in range(ranks):
+        theirs = module.BatchRebalanceSampler(lengths.tolist(), 8 * ranks, ranks, 2, shuffle=False, rank=rank)
+        ours = [sorted(run.tolist()) for step in steps for run in step[rank]]
+        assert ours == [sorted(lengths[batch].tolist()) for batch in theirs]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tp": 2}, "its tp, cp or pp is over 1"),
+        ({"micro_batch": 64}, "has no micro-batch of 64 for each of 2 GPUs"),
+        ({"data": str(SAMPLED["data"]).replace("1,600", "10")}, "its documents fill no step"),
+    ],
+)
+def test_samplers_without_a_step_have_a_reason(changes, reason):
+    assert reason in str(sampled_row({**SAMPLED, **changes}).reason)
 
 
 def test_an_unknown_sampler_is_named():

@@ -18,7 +18,7 @@ from wlb_studies.published.metrics import seconds_of_step
 from wlb_studies.published.models import model_flops_per_token, published_shape
 from wlb_studies.published.reading import read_measurements
 from wlb_studies.published.stacks import StackSoftware
-from wlb_studies.published.whole_steps import published_step, ran_triton, whole_step_row
+from wlb_studies.published.whole_steps import UNFITTED, published_step, ran_triton, whole_step_row
 
 ROW = {
     "table": "torchtitan T1",
@@ -318,6 +318,7 @@ def test_the_kernel_is_that_of_the_scripts_beside_a_table():
         ({"precision": "int4"}, "precision int4 is unknown"),
         ({"shape": {"layers": 32}}, "its shape has not layers, hidden, heads, ffn, vocab"),
         ({"shape": SHAPE | {"experts": 8}}, "or more than kv_heads, head_dim, tied, mlp, norm"),
+        ({"shape": SHAPE | {"heads": "32"}}, "its shape has heads = '32', which is no size"),
         ({"shape": SHAPE | {"mlp": "cubic"}}, "its shape has mlp = 'cubic'; choose one of swiglu, "),
         ({"layers_on_last_stage": None}, "its blocks are unevenly divided, and its stage_blocks are not published"),
         ({"metric": "seconds/step (rollout + train)"}, "includes rollouts"),
@@ -392,6 +393,11 @@ def test_the_adapters_of_a_node_that_a_row_prints():
         ({"recompute": None}, "recomputation, which is not printed"),
         ({"seq_len": 65_536, "cp": 2, "tp": 4, "micro_batch": 1}, "64K tokens or more over several GPUs"),
         ({"packed": True}, "documents shorter than the window, not listed"),
+        ({"packed": True, "lengths": [[8192, 8192]] * 8, "seq_len": None}, "nothing known"),
+        (
+            {"repo": UNFITTED[0], "stack": {"attention": "fa2", "compiled": True, "weights": "kept"}},
+            "nothing is fitted to the stack",
+        ),
     ],
 )
 def test_the_first_thing_that_a_prediction_lacks(changes, missing):

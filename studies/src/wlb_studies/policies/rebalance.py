@@ -97,7 +97,7 @@ def _set_aside(
             givers = np.flatnonzero(~aside & (counts > 1))
             givers = givers[~np.isin(givers, beside)]
             longest = descending[counts[:run].sum()]
-            if not len(givers) or _cost(counts[run] + 1, longest) > costs[dearest]:
+            if not len(givers) or cost(counts[run] + 1, longest) > costs[dearest]:
                 break
             counts[givers[_costs(counts, descending)[givers].argmin()]] -= 1
             counts[run] += 1
@@ -105,10 +105,11 @@ def _set_aside(
 
 
 def _costs(counts: Integers, descending: Integers) -> NDArray[np.float64]:
-    return np.asarray(_cost(counts, descending[np.cumsum(counts) - counts]), np.float64)
+    return np.asarray(cost(counts, descending[np.cumsum(counts) - counts]), np.float64)
 
 
-def _cost(count: Integers, longest: Integers) -> NDArray[np.float64]:
+def cost(count: int | Integers, longest: Integers) -> NDArray[np.float64]:
+    """What the sampler takes documents to cost, padded to the ``longest``."""
     return count * longest * (1 + _QUADRATIC * longest)
 
 

@@ -108,14 +108,17 @@ def shape_of_row(row: Mapping[str, Any]) -> ModelShape:
     A ``shape`` has ``layers``, ``hidden``, ``heads``, ``ffn`` (width) and ``vocab``, and where they differ from plain
     multi-head attention and SwiGLU, ``kv_heads``, ``head_dim`` and ``mlp``. Raises ``UserError`` for another one.
     """
-    given = row.get("shape")
+    given: Any = row.get("shape")
     if given is None:
         return published_shape(row["model"])
     if not isinstance(given, dict) or not {*_GIVEN} <= {*given} <= {*_GIVEN, *_MAY_GIVE}:
         raise UserError(f"its shape has not {', '.join(_GIVEN)}, or more than {', '.join(_MAY_GIVE)}: {given}"[:200])
-    heads, hidden, mlp = int(given["heads"]), int(given["hidden"]), given.get("mlp", _GATED[0])
-    kv_heads, head_dim = int(given.get("kv_heads", heads)), int(given.get("head_dim", hidden // heads))
-    layers, ffn, vocab = (int(given[name]) for name in ("layers", "ffn", "vocab"))
+    for name in (*_GIVEN, "kv_heads", "head_dim"):
+        if name in given and not (isinstance(given[name], int) and given[name] > 0):
+            raise UserError(f"its shape has {name} = {given[name]!r}, which is no size")
+    heads, hidden, mlp = given["heads"], given["hidden"], given.get("mlp", _GATED[0])
+    layers, ffn, vocab = (given[name] for name in ("layers", "ffn", "vocab"))
+    kv_heads, head_dim = given.get("kv_heads", heads), given.get("head_dim", hidden // heads)
     if mlp not in (*_GATED, *_PLAIN):
         raise UserError(f"its shape has mlp = {mlp!r}; choose one of {', '.join((*_GATED, *_PLAIN))}")
     if mlp in _PLAIN:

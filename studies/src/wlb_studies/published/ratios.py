@@ -13,7 +13,19 @@ from wlb_studies.published.prediction import Prediction
 
 _SYSTEM = ("arm", "policy", "head", "schedule")  # fields of a row that tell systems apart
 # Fields that two rows must share for their ratio to be that of two systems alone.
-_SAME = ("repo", "path", "table", "hardware", "model", "shape", "gpus", "seq_len", "global_batch", "micro_batch")
+_SAME = (
+    "repo",
+    "path",
+    "table",
+    "hardware",
+    "model",
+    "shape",
+    "precision",
+    "gpus",
+    "seq_len",
+    "global_batch",
+    "micro_batch",
+)
 
 
 class SystemRatio(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.errors import UserError
-from wlb_studies.policies.rebalance import balanced_runs
+from wlb_studies.policies.rebalance import balanced_runs, cost
 from wlb_studies.published.metrics import Row, seconds_of_step, size
 from wlb_studies.published.prediction import ODD, Prediction, why
 from wlb_studies.published.whole_steps import described_row, published_step
@@ -31,12 +31,16 @@ def is_sampled(row: Row) -> bool:
 
 def sampled_row(row: Row) -> Prediction:
     """A prediction or a reason for a row whose documents are drawn by a formula."""
-    one = replace(described_row(row), kind=KIND)
+    one = replace(described_row(row), kind=KIND, missing="kernels that are not fused, and host time")
     try:
         arm = re.sub(r"\W.*", "", str(row.get("arm")))
         if arm not in _SAMPLERS:
             raise UserError(f"its arm is unknown here: {row.get('arm')}; choose one of {', '.join(_SAMPLERS)}")
+        if any(size(row, name) > 1 for name in ("tp", "cp", "pp")):
+            raise UserError("samplers deal documents to data-parallel ranks; its tp, cp or pp is over 1")
         steps = [published_step(row | {"lengths": lengths}) for lengths in _steps(row, _SAMPLERS[arm])]
+        if not steps:
+            raise UserError("its documents fill no step")
         median = float(np.median([step.seconds for step in steps]))
         assumed = f"{len(steps)} steps of documents drawn with seed {_SEED}"
         return replace(one, measured_seconds=seconds_of_step(row), predicted_seconds=median, assumed=assumed)
@@ -53,7 +57,8 @@ def _steps(row: Row, sampler: Callable[[Integers, int, int, int], Iterable[Any]]
     generator = np.random.default_rng(_SEED)
     lengths = np.clip(generator.lognormal(mu, sigma, count), shortest, longest).astype(np.int64)
     ranks, batch, step = size(row, "gpus"), size(row, "micro_batch"), size(row, "global_batch")
-    micro_batches = step // (ranks * batch)
+    if not (micro_batches := step // (ranks * batch)):
+        raise UserError(f"its global_batch of {step} has no micro-batch of {batch} for each of {ranks} GPUs")
     return [
         [[int(max(run))] * len(run) for rank in step_lists for run in rank]
         for step_lists in sampler(lengths, ranks, micro_batches, batch)
@@ -72,8 +77,9 @@ def _random(lengths: Integers, ranks: int, micro_batches: int, batch: int) -> In
 
 
 def _group_by_length(lengths: Integers, ranks: int, micro_batches: int, batch: int) -> Integers:
-    """Sorted within 50 batches (``trainer_pt_utils.py: get_length_grouped_indices``)."""
-    group = 50 * batch
+    """Sorted within at most 50 batches of a rank's step (``trainer_pt_utils.py: get_length_grouped_indices``)."""
+    of_rank = micro_batches * batch
+    group = max(1, min(len(lengths) // (4 * of_rank), 50)) * of_rank
     grouped = [np.sort(lengths[start : start + group])[::-1] for start in range(0, len(lengths), group)]
     return _in_order(np.concatenate(grouped), ranks, micro_batches, batch)
 
@@ -83,7 +89,8 @@ def _batch_rebalance(lengths: Integers, ranks: int, micro_batches: int, batch: i
     for start in range(0, len(lengths) - step + 1, step):
         descending = np.sort(lengths[start : start + step])[::-1]
         runs = np.split(descending, np.cumsum(balanced_runs(descending, ranks, micro_batches))[:-1])
-        yield [runs[rank::ranks] for rank in range(ranks)]
+        dearest_first = sorted(runs, key=lambda run: -cost(len(run), run[0]))
+        yield [dearest_first[rank::ranks] for rank in range(ranks)]
 
 
 _SAMPLERS = {"random": _random, "group_by_length": _group_by_length, "batch_rebalance": _batch_rebalance}

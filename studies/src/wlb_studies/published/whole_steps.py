@@ -168,23 +168,24 @@ def whole_step_row(row: Row) -> Prediction:
             stated(row, name)
         one = replace(one, measured_seconds=seconds_of_step(row))
         step = published_step(row)
-        missing = _missing(row, float(one.measured_seconds or 0))
+        missing = _missing(row, step, float(one.measured_seconds or 0))
         one = replace(one, assumed="; ".join(step.assumed) or None, kind=step.kind, missing=missing)
         return replace(one, predicted_seconds=step.seconds)
     except ODD as error:
         return replace(one, reason=why(error))
 
 
-def _missing(row: Row, seconds: float) -> str:
+def _missing(row: Row, step: PublishedStep, seconds: float) -> str:
     """The first thing that the prediction of a row is known to lack."""
+    shape = step.job.shape
     known = {
         FUNCTIONAL: row.get("functional"),
-        "nothing is fitted to linear layers or an indexer": shape_of_row(row).linear or shape_of_row(row).indexer,
+        "nothing is fitted to linear layers or an indexer": shape.linear or shape.indexer,
         "nothing is fitted to LoRA": trains_adapters(row),
         "nothing is fitted to the stack": row["repo"] in UNFITTED,
         "documents shorter than the window, not listed": row.get("packed") and row.get("lengths") is None,
         "a step under 1 s": seconds < 1,
-        "64K tokens or more over several GPUs": size(row, "seq_len") >= 2**16 and size(row, "cp") > 1,
+        "64K tokens or more over several GPUs": step.job.context_window >= 2**16 and step.job.layout.cp > 1,
         "recomputation, which is not printed": _stated_recomputation(row) is None,
     }
     return next((name for name, found in known.items() if found), "nothing known")
@@ -376,7 +377,7 @@ def _hardware(row: Row, stack: Stack) -> Hardware:
     if "a100_40gb" in row["hardware"]:  # quoted: 1,555 GB/s, beside 2,039 of the preset (NVIDIA A100 data sheet)
         bandwidth = hardware.memory_bandwidth * 1555 / 2039
         hardware = replace(hardware, memory_bytes=40e9, memory_bandwidth=bandwidth)
-    if found := re.search(r"(\d+) x (\d+) Gb/s", row["hardware"]):  # adapters of a node
+    if found := re.search(r"([1-9]\d*) x ([1-9]\d*) Gb/s", row["hardware"]):  # adapters of a node
         rates = (int(found[1]) * int(found[2]) / hardware.node_size, 400)  # of a GPU, and of the H100 preset
         bandwidth = hardware_preset("h100").network_bandwidth * rates[0] / rates[1]
         hardware = replace(hardware, network_bandwidth=bandwidth)
