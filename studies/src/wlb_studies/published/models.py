@@ -117,8 +117,10 @@ def shape_of_row(row: Mapping[str, Any]) -> ModelShape:
         if name in given and not (isinstance(given[name], int) and given[name] > 0):
             raise UserError(f"its shape has {name} = {given[name]!r}, which is no size")
     heads, hidden, mlp = given["heads"], given["hidden"], given.get("mlp", _GATED[0])
-    layers, ffn, vocab = (given[name] for name in ("layers", "ffn", "vocab"))
-    kv_heads, head_dim = given.get("kv_heads", heads), given.get("head_dim", hidden // heads)
+    sizes = {"kv_heads": heads, "head_dim": hidden // heads} | given
+    layers, kv_heads, head_dim, ffn, vocab = (
+        sizes[name] for name in ("layers", "kv_heads", "head_dim", "ffn", "vocab")
+    )
     if mlp not in (*_GATED, *_PLAIN):
         raise UserError(f"its shape has mlp = {mlp!r}; choose one of {', '.join((*_GATED, *_PLAIN))}")
     if mlp in _PLAIN:
