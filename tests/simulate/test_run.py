@@ -10,6 +10,7 @@ from wlb.errors import UserError
 from wlb.job.planner import StepPlanner
 from wlb.simulate import simulate, simulate_steps
 from wlb.simulate.decide import decide
+from wlb.simulate.run import pooled
 
 LENGTHS = documents(300)
 
@@ -69,3 +70,18 @@ def test_documents_that_are_repeated_are_counted_in_epochs():
     assert simulate(simulated, LENGTHS, 3 * epoch + 3).to_json()["epochs"] == 4
     with pytest.raises(UserError, match="the documents have 60 tokens, and one step takes"):
         simulate(simulated, np.array([10, 20, 30]), 1)
+
+
+def test_draws_are_pooled_as_one_series():
+    """Sums over steps, means over draws, delay over tokens, and the most that any draw needs."""
+    one, two = (simulate(job("wlb-llm", micro_batches=8), documents(count), 4) for count in (500, 4000))
+    together = pooled([one, two])
+    assert (together.tokens, together.seconds) == (one.tokens + two.tokens, one.seconds + two.seconds)
+    assert together.work_seconds == one.work_seconds + two.work_seconds
+    assert one.epochs > two.epochs
+    assert together.epochs == one.epochs
+    waited = one.token_delay * one.tokens + two.token_delay * two.tokens
+    assert together.token_delay == pytest.approx(waited / together.tokens)
+    assert one.token_delay != two.token_delay
+    for cause in together.where:
+        assert together.where[cause] == pytest.approx((one.where[cause] + two.where[cause]) / 2)
