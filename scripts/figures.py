@@ -83,7 +83,8 @@ def mixtures() -> str:
         "gpt-oss 120B": "gpt-oss-120b",
         "DeepSeek-V3": "deepseek-v3",
     }
-    return _by_window("mixtures", [(model, 256) for model in models.values()], [*models])
+    jobs = [(name, gpus) for name in models for gpus in (64, 256)]
+    return _by_window("mixtures", [(models[name], n) for name, n in jobs], [f"{name}, {n} GPUs" for name, n in jobs])
 
 
 def _by_window(name: str, jobs: Sequence[tuple[str, int]], headings: Sequence[str]) -> str:
@@ -273,7 +274,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": rivals,
     "rivals-on-source": rivals_on_source,
 }
-PAGES = ("README.md", "docs/experts.md", "studies/docs/validate.md", "studies/docs/rivals.md")
+PAGES = ("README.md", "studies/docs/validate.md", "studies/docs/rivals.md")
 
 
 def written(page: str) -> str:

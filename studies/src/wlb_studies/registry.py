@@ -21,7 +21,7 @@ EXPERIMENTS: dict[str, Callable[[Settings], Report]] = {
     "kernel": kernel.run,  # Figures 7 and 10: attention by length
     "gains": gains.run,  # who gains, by model, window and GPUs
     "mixtures": gains.mixtures,  # the same for mixtures of experts, under expert parallelism
-    "grid": grid.run,  # published policies since, beside ours, in 32 jobs
+    "grid": grid.run,  # published policies since, beside ours, in 28 jobs
     "level": level.run,  # level steps over the ideal, beside pools
     "convergence": convergence.run,  # Figure 16: what a small model learns
 }

@@ -78,10 +78,10 @@ _ON_SOURCES = (
     *(BASE, "per-document-4d", "wlb-llm", "plain-4d-dealt-head", "wlb-llm-dealt-head", "megatron-packing", "bytescale"),
     *("distca", "magi", "slimpipe", "balanced"),
 )
-MODELS = ("llama3-8b", "llama3-70b")
+GPUS = {"llama3-8b": (64, 256, 1024), "llama3-70b": (64, 256)}
 JOBS = (
-    *(RivalJob(model, gpus, size * K) for model, size, gpus in product(MODELS, (128, 256, 512, 1024), (64, 256, 1024))),
-    *(RivalJob(model, 64, size * K, source) for model, source, size in product(MODELS, _SOURCES, (32, 128))),
+    *(RivalJob(model, n, size * K) for model in GPUS for size, n in product((128, 256, 512, 1024), GPUS[model])),
+    *(RivalJob(model, 64, size * K, source) for model, source, size in product(GPUS, _SOURCES, (32, 128))),
 )
 
 # Quoted: each publication's own figure, over its own baseline, on its own jobs.
