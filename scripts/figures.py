@@ -83,7 +83,10 @@ def mixtures() -> str:
         "gpt-oss 120B": "gpt-oss-120b",
         "DeepSeek-V3": "deepseek-v3",
     }
-    jobs = [(name, gpus) for name in models for gpus in (64, 256)]
+    fitting = {
+        (model, gpus) for model, _, gpus, lost, *_ in result("mixtures")["tables"][0]["rows"] if lost is not None
+    }
+    jobs = [(name, gpus) for name in models for gpus in (64, 256) if (models[name], gpus) in fitting]
     return _by_window("mixtures", [(models[name], n) for name, n in jobs], [f"{name}, {n} GPUs" for name, n in jobs])
 
 
