@@ -1,12 +1,14 @@
 """Whole jobs, started as a user starts them: what is written, and how they end when something goes wrong."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -152,15 +154,26 @@ def test_a_job_that_is_terminated_while_it_starts_says_so(folder, ranks):
 
 
 def test_a_job_that_is_terminated_between_its_ranks_starts_says_so(folder, monkeypatch, capsys):
-    """Torch's engine has started some ranks and not yet noted any, so it ends none of them."""
+    """Torch's engine has started some ranks and not yet noted any, so it ends none of them; the launcher does."""
     from torch.distributed.elastic.multiprocessing import MultiprocessContext, SignalException
 
-    def started(_: MultiprocessContext) -> None:
+    start, others = MultiprocessContext._start, {*multiprocessing.active_children()}
+    begun: list[BaseProcess] = []
+
+    def started(context: MultiprocessContext) -> None:
+        context.entrypoint = lambda *_: signal.pause()  # a rank that waits, as for a store that is slow
+        start(context)
+        begun.extend({*multiprocessing.active_children()} - others)
+        context._pc = None  # as before torch's start comes back: another thread may take the signal in the midst of it
         raise SignalException("terminated", signal.SIGTERM)
 
     monkeypatch.setattr(MultiprocessContext, "_start", started)
+    monkeypatch.setattr(launcher, "START_METHOD", "fork")
     assert launcher.launch(load_config(endless(folder))) == 143
     assert capsys.readouterr().err == "wlb: terminated before the first step\n"
+    (rank,) = begun  # of the check before the start
+    rank.join(30)
+    assert rank.exitcode == -signal.SIGKILL
 
 
 def test_a_killed_job_that_cannot_start_again_says_why_at_once(folder):

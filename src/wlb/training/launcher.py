@@ -7,6 +7,7 @@ of it, so it has one thread and no CUDA. If a rank was killed or the job hung, a
 import json
 import logging
 import math
+import multiprocessing
 import signal
 import sys
 import tempfile
@@ -100,6 +101,7 @@ def _run(processes: int, work: Callable[[JobConfig], Any], config: JobConfig) ->
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    others = {*multiprocessing.active_children()}
     with tempfile.TemporaryDirectory(prefix="wlb-") as folder:
         settings = LaunchConfig(
             min_nodes=1,
@@ -119,6 +121,8 @@ def _run(processes: int, work: Callable[[JobConfig], Any], config: JobConfig) ->
         except ChildFailedError as error:
             return ending_of(*error.get_first_failure())
         except SignalException:
+            for rank in {*multiprocessing.active_children()} - others:  # started, and not yet known to torch's engine
+                rank.kill()
             if not any(Path(folder).rglob("error.json")):  # asked while it started them, it leaves without them
                 tell("wlb: terminated before the first step")
             raise
