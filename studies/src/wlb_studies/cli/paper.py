@@ -53,9 +53,9 @@ def paper(
     """Reproduce the paper's evaluation, with quoted, simulated and measured numbers in columns of their own.
 
     Prints each table and writes it, with a picture, to --out. gains shows who gains, by model, window and GPUs;
-    mixtures the same of mixtures of experts. grid
-    searches layouts of all policies for 28 jobs, on all cores. level removes ingredients of level steps. convergence
-    trains 12 small models for over an hour. You can interrupt and continue grid and convergence.
+    mixtures the same for mixtures of experts. grid searches layouts of all policies for 28 jobs, on all cores. level
+    removes ingredients of level steps. convergence trains 12 small models for over an hour. You can interrupt and
+    continue gains, mixtures, grid and convergence.
 
     Example: wlb-studies paper speedups
 
