@@ -10,6 +10,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -20,6 +21,7 @@ from subprocess import CompletedProcess
 from typing import IO, Any
 
 from tests.cores import allow_cores, kept_cores
+from tests.limits import HUNG_SECONDS
 from wlb.training.process import signals_to_end
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -91,7 +93,10 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
     def communicate(self) -> tuple[str, str]:
-        """What is left of stdout and of stderr, and the end of the program."""
+        """What is left of stdout and of stderr, and the end of the program, and of those that it has started.
+
+        Raises ``TimeoutError`` where one of them still holds an output after ``HUNG_SECONDS``.
+        """
         texts = ["", ""]
 
         def read(index: int, stream: IO[str]) -> None:
@@ -99,11 +104,14 @@ class Program:
                 texts[index] = stream.read()
 
         streams = [(index, stream) for index, stream in enumerate((self.stdout, self.stderr)) if not stream.closed]
-        threads = [threading.Thread(target=read, args=stream) for stream in streams]
+        threads = [threading.Thread(target=read, args=stream, daemon=True) for stream in streams]
         for thread in threads:
             thread.start()
+        deadline = time.monotonic() + HUNG_SECONDS
         for thread in threads:
-            thread.join()
+            thread.join(max(0.0, deadline - time.monotonic()))
+        if any(thread.is_alive() for thread in threads):
+            raise TimeoutError(f"process {self.pid} or one that it started did not end within {HUNG_SECONDS:g} s")
         self.wait()
         return texts[0], texts[1]
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -184,7 +185,7 @@ def test_a_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         for length in [*lengths.tolist(), 1500, 1500]:
             writer.add(np.ones(length, dtype=np.int64))
     monkeypatch.setattr(demo, "check", lambda: CHECKED)
-    monkeypatch.setattr(side_by_side.subprocess, "run", _forked)
+    monkeypatch.setattr(side_by_side, "subprocess", Mock(run=_forked))
     monkeypatch.setattr(sys, "argv", ["demo.py", "--out", str(tmp_path), "--steps", "3", "--window", "512"])
     demo.main()
     printed = capsys.readouterr().out

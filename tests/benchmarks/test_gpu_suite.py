@@ -28,7 +28,7 @@ def _forked(command: list[str], **_: Any) -> CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
     out = tmp_path_factory.mktemp("results") / "gpu_suite.json"
-    with mock.patch.object(steps.subprocess, "run", _forked):
+    with mock.patch.object(steps, "subprocess", mock.Mock(run=_forked)):
         assert gpu_suite.main(["--device", "cpu", "--quick", "--out", str(out)]) == 0
     return out
 

@@ -67,7 +67,7 @@ def _forked(command: list[str], *, stdout: IO[bytes], stderr: IO[bytes]) -> Mock
 
 
 def test_runs_train_once_and_are_measured(tiny, monkeypatch):
-    monkeypatch.setattr(training_runs.subprocess, "Popen", _forked)
+    monkeypatch.setattr(training_runs, "subprocess", Mock(Popen=_forked))
     data, folder = tiny
     run = runs_of(folder, 2, [0])[0]
     said: list[str] = []
