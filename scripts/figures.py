@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,13 @@ ROOT = Path(__file__).resolve().parent.parent
 DIRECTORY = ROOT / "studies" / "docs" / "results"
 IMAGES = ROOT / "studies" / "docs" / "images"
 WORK = ROOT / "results"  # where commands keep finished jobs, from which an interrupted run continues
+_PAPER = ("breakdown", "sharding", "kernel", "gains", "mixtures")
 # Of each result: the command, its name there, and its picture in IMAGES.
-RESULTS = {
-    "validate": (("validate",), "published", "published.png"),
-    "gains": (("paper", "gains"), "gains", None),
-    "mixtures": (("paper", "mixtures"), "mixtures", None),
-    "grid": (("paper", "grid"), "grid", "rivals.png"),
+RESULTS: dict[str, tuple[str, str, str | None]] = {
+    "validate": ("wlb_studies validate", "published", "published.png"),
+    **{name: (f"wlb_studies paper {name}", name, None) for name in _PAPER},
+    "grid": ("wlb_studies paper grid", "grid", "rivals.png"),
+    "convergence": ("wlb_studies paper convergence", "convergence", "convergence.png"),
 }
 _JOB = re.compile(r"llama3-(\w+)-(\w+)-(\d+)(?:-(\w+))?")  # of the grid
 _TABLE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
@@ -39,8 +41,11 @@ _TABLE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures --
 def compute(name: str) -> None:
     """Run the command of a result, and keep what the tables need of it."""
     command, written, picture = RESULTS[name]
-    subprocess.run([sys.executable, "-m", "wlb_studies", *command, "--out", str(WORK)], check=True, cwd=ROOT)
-    document = json.loads((WORK / f"{written}.json").read_text(encoding="utf-8"))
+    WORK.mkdir(exist_ok=True)
+    file = WORK / f"{written}.json"
+    out = WORK if command.startswith("wlb_studies ") else file
+    subprocess.run([sys.executable, "-m", *command.split(), "--out", str(out)], check=True, cwd=ROOT)
+    document = json.loads(file.read_text(encoding="utf-8"))
     if name == "validate":
         document["errors"] = _errors(document.pop("rows"))
     (DIRECTORY / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -68,6 +73,29 @@ def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]], words: int =
     rule = "|".join([*["---"] * words, *["---:"] * (len(heading) - words)])
     lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (heading, *rows)]
     return "\n".join([lines[0], f"|{rule}|", *lines[1:]])
+
+
+def printed(name: str, places: Iterable[int], table: int = 0, words: int = 1) -> str:
+    """Columns of a table as its command prints them."""
+    of = result(name)["tables"][table]
+    columns = [(place, of["columns"][place]) for place in places]
+    heading = [one["name"] + ", quoted" * (one["kind"] == "quoted") for _, one in columns]
+    rows = [[_cell(row[place], one["format"]) for place, one in columns] for row in of["rows"]]
+    return markdown(heading, rows, words)
+
+
+def _cell(value: Any, form: str) -> str:
+    return value if isinstance(value, str) else "" if value is None else _signed(format(value, form))
+
+
+def convergence() -> str:
+    """Held-out loss and token delay of each method."""
+    ends, orders, *_ = (table["rows"] for table in result("convergence")["tables"])
+    rows = [
+        (f"`{name}`", f"{loss:.3f} ± {spread:.3f}", "" if over is None else _signed(f"{over:+.1%}"), f"{order[2]:.2f}")
+        for (name, *_, loss, spread, over, _), order in zip(ends, orders, strict=True)
+    ]
+    return markdown(("Method", "Held-out loss", "Over unpacked", "Token delay"), rows)
 
 
 def gains() -> str:
@@ -276,8 +304,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios": ratios,
     "rivals": rivals,
     "rivals-on-source": rivals_on_source,
+    "breakdown": partial(printed, "breakdown", range(4)),
+    "sharding": partial(printed, "sharding", range(4), table=1),
+    "kernel": partial(printed, "kernel", range(3)),
+    "convergence": convergence,
 }
-PAGES = ("README.md", "studies/docs/validate.md", "studies/docs/rivals.md")
+PAGES = (
+    "README.md",
+    *(f"studies/docs/{name}.md" for name in ("validate", "rivals", "paper")),
+)
 
 
 def written(page: str) -> str:

@@ -1,6 +1,7 @@
 """The tables of pages that ``make figures`` writes show the results in the repository."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -30,8 +31,17 @@ def test_every_table_is_in_a_page() -> None:
     assert "".join(pages).count("<!-- end of figures -->") == len(named)
 
 
+def test_a_printed_table_says_what_is_quoted_and_leaves_out_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = [("job", None, ".3f"), ("speed", "quoted", ".2f"), ("speed", "simulated", "+.1f")]
+    table: dict[str, Any] = {"columns": [dict(zip(("name", "kind", "format"), one, strict=True)) for one in columns]}
+    table["rows"] = [["small", 1.234, -1.0], ["large", None, 2.0]]
+    monkeypatch.setattr(figures, "result", lambda name: {"tables": [{}, table]})
+    said = ["| speed | job | speed, quoted |", "|---|---:|---:|", "| −1.0 | small | 1.23 |", "| +2.0 | large | |"]
+    assert figures.printed("any", (2, 0, 1), table=1) == "\n".join(said)
+
+
 def test_every_result_is_kept_whole() -> None:
     assert {path.stem for path in figures.DIRECTORY.glob("*.json")} >= {*figures.RESULTS}
     for name in figures.RESULTS:
         document = figures.result(name)
-        assert all(table["rows"] for table in document["tables"]), name
+        assert all(table["rows"] for table in document.get("tables", [document])), name

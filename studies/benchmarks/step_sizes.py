@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lengths = read_lengths(options.lengths or f"synthetic:100000:{window}:0")
     rows = [steps_of(preset, options, lengths) for preset in PRESETS]
     show(f"{options.steps} steps of {options.job}", rows, _COLUMNS)
-    write(facts() | {"job": options.job, "steps": rows}, options.out)
+    write(facts() | {"job": options.job, "rows": rows}, options.out)
 
 
 if __name__ == "__main__":

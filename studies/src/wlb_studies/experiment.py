@@ -3,6 +3,7 @@
 Most pictures are ``grouped_bars``, often of a table's columns, or ``lines_over_tokens``.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +32,7 @@ class Table(NamedTuple):
     rows: list[tuple[Value, ...]]
 
     def to_json(self) -> dict[str, Any]:
-        columns = [{"name": column.name, "kind": column.kind or None} for column in self.columns]
+        columns = [{"name": one.name, "kind": one.kind or None, "format": one.format} for one in self.columns]
         return {"title": self.title, "columns": columns, "rows": [list(row) for row in self.rows]}
 
 
@@ -55,6 +56,18 @@ class Settings:
     out: Path = Path("results")
     on_progress: Callable[[str], None] = lambda what: None
     measured: Path | None = None
+
+
+def stored(settings: Settings, name: str, find: Callable[[], Any], **asked: Value) -> Any:
+    """What ``find`` returns, in JSON, or what an earlier run with the same settings left of it in ``OUT/NAME.json``."""
+    path = settings.out / f"{name}.json"
+    asked |= {"lengths": settings.lengths, "steps": settings.steps, "seed": settings.seed}
+    if path.exists() and (found := json.loads(path.read_text(encoding="utf-8")))["asked"] == asked:
+        return found["found"]
+    found = {"asked": asked, "found": find()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
+    return found["found"]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Each system runs in its own fastest layout. Synthetic documents are enough for t
 A finished job is written to ``OUT/gains/`` and reused with the same settings, so an interrupted run continues.
 """
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -17,7 +16,7 @@ from wlb.simulate.estimate import estimate
 from wlb.simulate.space import BATCH_TOKENS, search_space
 from wlb.simulate.verdict import BALANCED, BASELINE, LEAST_GAIN, PER_DOCUMENT, usual_steps
 from wlb.terminal import number_of
-from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars
+from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, grouped_bars, stored
 from wlb_studies.policies.layouts import layout_of
 
 _K = 1024
@@ -54,7 +53,9 @@ def _report(settings: Settings, jobs: Sequence[tuple[str, int, int]], least_batc
     rows: list[tuple[Value, ...]] = []
     for model, window, gpus in jobs:
         settings.on_progress(f"{model}, {window // _K}K, {gpus} GPUs")
-        row = _stored_row(settings, model, window, gpus, max(BATCH_TOKENS, least_batch * window, _GPU_TOKENS * gpus))
+        tokens = max(BATCH_TOKENS, least_batch * window, _GPU_TOKENS * gpus)
+        find = partial(_row, settings, model, window, gpus, tokens)
+        row = stored(settings, f"gains/{model}-{window // _K}k-{gpus}", find, tokens=tokens)
         rows.append((model, f"{window // _K}K", gpus, *(row or [None] * 8)))
     columns = (
         Column("model"),
@@ -96,19 +97,6 @@ def _report(settings: Settings, jobs: Sequence[tuple[str, int, int]], least_batc
             "no figure: no layout of these GPUs fits the model and the window",
         ],
     )
-
-
-def _stored_row(settings: Settings, model: str, window: int, gpus: int, batch_tokens: int) -> Sequence[Value] | None:
-    """``_row``, or what an earlier run with the same settings stored of it."""
-    path = settings.out / "gains" / f"{model}-{window // _K}k-{gpus}.json"
-    asked = {"lengths": settings.lengths, "steps": settings.steps, "seed": settings.seed, "tokens": batch_tokens}
-    if path.exists() and (stored := json.loads(path.read_text(encoding="utf-8")))["asked"] == asked:
-        row: list[Value] | None = stored["row"]
-        return row
-    row = _row(settings, model, window, gpus, batch_tokens)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"asked": asked, "row": row}) + "\n", encoding="utf-8")
-    return row
 
 
 def _row(settings: Settings, model: str, window: int, gpus: int, batch_tokens: int) -> list[Value] | None:

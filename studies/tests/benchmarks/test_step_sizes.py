@@ -14,7 +14,7 @@ def test_rows_say_what_the_presets_do(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", lengths)
     asked = ["--job", "7b-64k", "--steps", "12", "--lengths", tmp_path / "lengths.npy", "--out", out]
     assert step_sizes.main([*map(str, asked)]) == 0
-    rows = {row["system"]: row for row in json.loads(out.read_text())["steps"]}
+    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
     plain, ours, waiting = rows["plain-4d"], rows["balanced"], rows["wlb-llm"]
     assert plain["least"] == plain["most"] == 1
     assert plain["cut_share"] > 0.1 > waiting["cut_share"] == ours["cut_share"] == 0

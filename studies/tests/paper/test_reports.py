@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ def test_report_of_every_experiment(name, long_documents, tmp_path, monkeypatch)
     monkeypatch.setattr(speedups, "OWN", {system: speedups.OWN[system] for system in some})
     monkeypatch.setattr(bench, "search_space", with_few_layouts)
     settings = Settings(steps=STEPS[name]) if name in STEPS else long_documents
-    report = EXPERIMENTS[name](settings)
+    report = EXPERIMENTS[name](replace(settings, out=tmp_path))
     check_report(report)
     report.draw(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000

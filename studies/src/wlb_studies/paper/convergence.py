@@ -254,8 +254,9 @@ def _draw(losses: list[_Loss], path: Path) -> None:
             for axis, values in ((top, curve), (bottom, 100 * (curve / base - 1))):
                 axis.plot(loss.steps, values.mean(axis=0), color=colour, label=name, lw=1.5)
                 axis.fill_between(loss.steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, lw=0)
-        top.set_title(f"{loss.name}, measured; band: range over seeds", fontsize=10)
-        bottom.set_title("over unpacked with the same seed, %", fontsize=10)
+        band = "; band: range over seeds" if len(base) > 1 else ""
+        top.set_title(f"{loss.name}, measured{band}", fontsize=10)
+        bottom.set_title("over unpacked, %", fontsize=10)
         bottom.set_xlabel("step")
     for axis in axes.ravel():
         tidy(axis)

@@ -2,11 +2,12 @@
 
 Each system runs in its own fastest layout, on the same GPUs and with the same global batch. A second table keeps the
 paper's layouts. Planned operation lists, whose backward is split, are public knowledge (zero bubble: arXiv 2401.10241),
-so the paper's systems may use them too.
+so the paper's systems may use them too. A finished job is written to ``OUT/speedups/``: an interrupted run continues.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +15,9 @@ import numpy as np
 
 from wlb.simulate import SimulationResult
 from wlb.workload import hardware_preset
-from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, bars_of
+from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, bars_of, stored
 from wlb_studies.paper import paper
-from wlb_studies.paper.bench import ASSUMED, SCHEDULE, Bench, corpus
+from wlb_studies.paper.bench import ASSUMED, SCHEDULE, Bench, Documents, corpus
 from wlb_studies.paper.jobs import ALL_JOBS, LARGEST, PAPER_JOBS
 from wlb_studies.policies.layouts import layout_of
 
@@ -52,19 +53,9 @@ Rows = dict[str, dict[str, float]]  # speedups of each job, by system
 
 def run(settings: Settings) -> Report:
     documents = corpus(settings)
-    own, fixed, layouts = Rows(), Rows(), {}
-    for name in JOBS:
-        bench = Bench(PAPER_JOBS[name], documents, settings.steps or _STEPS, settings)
-        settings.on_progress(f"{name}, in its layout")
-        fixed[name] = {
-            system: bench.speedup(bench.run(preset, hardware=_ROOMY, **said))
-            for system, (preset, said) in FIXED.items()
-        }
-        found = _own(bench, settings, name)
-        own[name] = {system: found[system].speedup(found[PLAIN]) for system in OWN}
-        layouts[name] = [_layout(found[system]) for system in (PLAIN, OURS)]
-    largest = Bench(ALL_JOBS[LARGEST], documents, settings.steps or _LARGEST_STEPS, settings)
-    of_largest = _own(largest, settings, LARGEST, tp=8)
+    jobs = {name: stored(settings, f"speedups/{name}", partial(_job, name, documents, settings)) for name in JOBS}
+    own, fixed, layouts = ({name: found[part] for name, found in jobs.items()} for part in range(3))
+    of_largest = stored(settings, f"speedups/{LARGEST}", partial(_largest, documents, settings))
     searched = Table(
         "each system in its own fastest layout: speedup over plain-4d in its fastest",
         (
@@ -72,6 +63,11 @@ def run(settings: Settings) -> Report:
             *(Column(f"layout of {name}") for name in (PLAIN, OURS)),
         ),
         _lines(own, {name: _gpus(name) for name in own}, layouts),
+    )
+    largest = Table(
+        f"{LARGEST}, {_gpus(LARGEST):,} GPUs, each system in its own fastest layout ({OURS}: of those with tp 8)",
+        (Column("system"), Column("speedup", "simulated", ".2f"), Column("its fastest layout")),
+        of_largest,
     )
     kept = Table(
         "in the layouts of the paper: tp, cp, pp and dp, two stages per pipeline rank, no recomputation, any memory",
@@ -84,7 +80,7 @@ def run(settings: Settings) -> Report:
     return Report(
         title="Speedups over Plain-4D in tokens per second (paper: Table 1, Figure 12)",
         documents=documents.source,
-        tables=[searched, _largest_table(of_largest), kept],
+        tables=[searched, largest, kept],
         draw=bars_of(
             searched,
             {
@@ -105,6 +101,18 @@ def run(settings: Settings) -> Report:
     )
 
 
+def _job(name: str, documents: Documents, settings: Settings) -> tuple[dict[str, float], dict[str, float], list[str]]:
+    """Speedups in own layouts and in the paper's, and the own layouts of Plain-4D and of ours."""
+    bench = Bench(PAPER_JOBS[name], documents, settings.steps or _STEPS, settings)
+    settings.on_progress(f"{name}, in its layout")
+    fixed = {
+        system: bench.speedup(bench.run(preset, hardware=_ROOMY, **said)) for system, (preset, said) in FIXED.items()
+    }
+    found = _own(bench, settings, name)
+    own = {system: found[system].speedup(found[PLAIN]) for system in OWN}
+    return own, fixed, [_layout(found[system]) for system in (PLAIN, OURS)]
+
+
 def _own(bench: Bench, settings: Settings, job: str, **ours: int) -> dict[str, SimulationResult]:
     """Every system in its own fastest layout; ours with the given sizes."""
     found = {}
@@ -118,13 +126,11 @@ def _layout(result: SimulationResult) -> str:
     return f"{layout_of(result.job)}, {result.job.activation_checkpointing}"
 
 
-def _largest_table(found: Mapping[str, SimulationResult]) -> Table:
+def _largest(documents: Documents, settings: Settings) -> list[tuple[Value, ...]]:
     """At equal work, which is tokens here: systems train the same pieces, but long ones still wait at the end."""
-    return Table(
-        f"{LARGEST}, {_gpus(LARGEST):,} GPUs, each system in its own fastest layout ({OURS}: of those with tp 8)",
-        (Column("system"), Column("speedup", "simulated", ".2f"), Column("its fastest layout")),
-        [(name, one.speed_at_equal_work(found[PLAIN]), _layout(one)) for name, one in found.items()],
-    )
+    bench = Bench(ALL_JOBS[LARGEST], documents, settings.steps or _LARGEST_STEPS, settings)
+    found = _own(bench, settings, LARGEST, tp=8)
+    return [(name, one.speed_at_equal_work(found[PLAIN]), _layout(one)) for name, one in found.items()]
 
 
 _QUOTED = {"7b-128k": [paper.BREAKDOWN["WLB-LLM"]], "mean": [paper.WLB_LLM_SPEEDUP]} | {
