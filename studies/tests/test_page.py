@@ -32,9 +32,9 @@ from wlb.simulate.estimate import CHECKED
 testing = pytest.importorskip("streamlit.testing.v1", reason="no streamlit (wlb-studies[page]): the page not shown")
 in_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome on the PATH: the page not shown")
 
-LENGTHS = json.dumps(sample_lengths(600, 16_384, 0).tolist())
-JOB = {"model": "tiny", "hardware": "cpu", "gpus": "4", "window": "16K"}
-OPTIONS = {"--model": "tiny", "--hardware": "cpu", "--gpus": "4", "--context-window": "16K"}
+LENGTHS = json.dumps(sample_lengths(600, 4096, 0).tolist())
+JOB = {"model": "tiny", "hardware": "cpu", "gpus": "4", "window": "4K"}
+OPTIONS = {"--model": "tiny", "--hardware": "cpu", "--gpus": "4", "--context-window": "4K"}
 WORDS = [word for option in OPTIONS.items() for word in option]
 GREEN, RED = (0x1B, 0x9E, 0x6B), (0xD6, 0x45, 0x45)
 
@@ -150,7 +150,7 @@ def test_a_dropped_file_keeps_its_name():
     [
         ({}, "lengths - is standard input, which the page does not read; name a file"),
         ({"--model": "gpt-0"}, "unknown model 'gpt-0'"),
-        ({"--batch-tokens": "2K"}, "--batch-tokens 2048 is smaller than one context window of 16384 tokens; raise it"),
+        ({"--batch-tokens": "2K"}, "--batch-tokens 2048 is smaller than one context window of 4096 tokens; raise it"),
         ({"--hardware": "h10"}, "h10"),
     ],
 )
@@ -242,10 +242,10 @@ def test_others_are_refused(address: str):
 @in_browser
 @pytest.mark.parametrize(("width", "height"), [(1280, 2400), (390, 3600)])
 def test_it_fits_a_desk_and_a_phone(address: str, tmp_path: Path, width: int, height: int):
-    with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': 'synthetic:600:16K:0'})}", width, height) as opened:
+    with tab(tmp_path, f"{address}/?{urlencode(JOB | {'lengths': 'synthetic:600:4K:0'})}", width, height) as opened:
         opened.until("document.body?.innerText.includes('What was simulated')")
         opened.until("document.querySelectorAll('.stVegaLiteChart svg, .stVegaLiteChart canvas').length == 1")
-        command = f"wlb check synthetic:600:16K:0 {' '.join(WORDS)}"
+        command = f"wlb check synthetic:600:4K:0 {' '.join(WORDS)}"
         opened.until(f"document.querySelector('[data-testid=stCode] code')?.textContent.trim() == {command!r}")
         assert "plain-4d loses" in opened.value("document.body.innerText")
         assert opened.value("[document.documentElement.scrollWidth, innerWidth]") == [width, width]

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import pytest
 import torch
@@ -47,6 +46,8 @@ def planned() -> Any:
 
 
 def trainer(folder: Path, **limits: Any) -> Any:
+    import lightning  # it takes 1.5 s, and most workers run none of these tests
+
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     return lightning.Trainer(max_epochs=1, accelerator="cpu", devices=1, default_root_dir=folder, **quiet, **limits)
 
@@ -74,6 +75,8 @@ def test_a_limit_of_batches_ends_after_whole_steps_and_a_checkpoint_continues_wi
     limited = trainer(tmp_path, limit_train_batches=3)
     limited.fit(module)
     torch.testing.assert_close(module.model.scores.detach(), one_at_a_time(3), rtol=1e-12, atol=1e-12)
+
+    import lightning
 
     class Stops(lightning.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:

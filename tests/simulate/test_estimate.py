@@ -48,9 +48,9 @@ def random_job(seed: int) -> tuple[np.ndarray, dict[str, Any]]:
     return lengths, settings | {"context_window": window} | given
 
 
-# `make test` tries two layouts that are found and one that is given; `make test-all` more jobs of both kinds.
+# `make test` tries a layout that is given and one that is found; `make test-all` more jobs of both kinds.
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 40))]
+    "seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (0, *range(3, 40)))]
 )
 def test_the_configuration_that_check_prints_has_the_speed_that_it_says(tmp_path: Path, seed: int):
     """Of random jobs, in the layouts that are found and in one that is given, with much to gain and with little."""
@@ -120,10 +120,10 @@ def test_the_configuration_of_a_measured_job_names_the_model_that_was_measured(l
 
 def test_a_layout_that_is_given_is_kept_by_all_systems():
     asked = ("check", "synthetic:500:4K:0", "--model", "550m", "--context-window", "4K", "--steps", 1)
-    found = wlb(*asked, "--batch-tokens", "32K", *("--dp", 1, "--pp", 2, "--cp", 2, "--tp", 4))
+    found = wlb(*asked, "--batch-tokens", "32K", *("--dp", 1, "--pp", 2, "--cp", 2, "--tp", 2))
     for system in found["systems"]:
         if system["system"] not in VARIANTS:
-            assert [system["layout"][size] for size in ("dp", "pp", "cp", "tp")] == [1, 2, 2, 4]
+            assert [system["layout"][size] for size in ("dp", "pp", "cp", "tp")] == [1, 2, 2, 2]
     searched = wlb(*asked, "--systems", "plain-4d,balanced", "--gpus", 4, "--tp", 2)
     assert {system["layout"]["tp"] for system in searched["systems"]} == {2}
 

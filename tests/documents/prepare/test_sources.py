@@ -260,9 +260,12 @@ def test_files_are_source_and_prose_without_tests_or_packages():
     articles = stdlib_documents(root / "pydoc_data/topics.py")
     assert len(articles) > 50
     assert not any(article.lstrip().startswith(("'", "{")) for article in articles)
+
+
+@pytest.mark.exhaustive  # studies/tests/policies/test_grid.py reads all of it in the usual run
+def test_the_standard_library_is_heavy_tailed_as_corpora_are():
     documents = [len(text) for batch in StdlibCorpus().batches() for text in batch]
     assert len(documents) > 5000
-    # Heavy-tailed, as pre-training corpora are: that is why it is the default corpus.
     assert max(documents) > 50 * sorted(documents)[len(documents) // 2]
 
 
