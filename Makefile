@@ -66,7 +66,7 @@ equivalence: setup
 rehearsal: setup
 	$(BIN)/pytest tests/training/test_rehearsal.py -m ""
 
-# Every figure of README and of the studies' pages that takes long, and the tables that show them: many hours on two
+# Every figure of README and of the docs that takes long, and the tables that show them: many hours on two
 # cores, but an interrupted run continues. Then the demo, and the pictures.
 figures: setup
 	$(BIN)/python scripts/figures.py $(RESULTS)

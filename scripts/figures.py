@@ -1,4 +1,4 @@
-"""Compute the figures of README and of the studies' pages that take long, and write the tables that show them.
+"""Compute the figures of README and of the docs that take long, and write the tables that show them.
 
     .venv/bin/python scripts/figures.py            # everything: many hours, but an interrupted run continues
     .venv/bin/python scripts/figures.py validate   # one of RESULTS
@@ -33,6 +33,7 @@ RESULTS: dict[str, tuple[str, str, str | None]] = {
     **{name: (f"wlb_studies paper {name}", name, None) for name in _PAPER},
     "grid": ("wlb_studies paper grid", "grid", "rivals.png"),
     "convergence": ("wlb_studies paper convergence", "convergence", "convergence.png"),
+    "step_sizes": ("studies.benchmarks.step_sizes", "step_sizes", None),
 }
 _JOB = re.compile(r"llama3-(\w+)-(\w+)-(\d+)(?:-(\w+))?")  # of the grid
 _TABLE = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(\n<!-- end of figures -->)", re.DOTALL)
@@ -48,6 +49,8 @@ def compute(name: str) -> None:
     document = json.loads(file.read_text(encoding="utf-8"))
     if name == "validate":
         document["errors"] = _errors(document.pop("rows"))
+    elif "rows" in document:
+        document = {"rows": document["rows"]}  # without the machine, which matters to no simulation
     (DIRECTORY / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     if picture is not None:
         shutil.copy(WORK / f"{written}.png", IMAGES / picture)
@@ -96,6 +99,13 @@ def convergence() -> str:
         for (name, *_, loss, spread, over, _), order in zip(ends, orders, strict=True)
     ]
     return markdown(("Method", "Held-out loss", "Over unpacked", "Token delay"), rows)
+
+
+def benchmark(name: str, rows: dict[str, str], columns: dict[str, str]) -> str:
+    """Rows of a benchmark under other names, and columns, whose cells are format strings."""
+    of = {next(iter(one.values())): one for one in result(name)["rows"]}
+    cells = [[said, *(form.format_map(of[row]) for form in columns.values())] for row, said in rows.items()]
+    return markdown(["", *columns], cells)
 
 
 def gains() -> str:
@@ -308,9 +318,21 @@ TABLES: dict[str, Callable[[], str]] = {
     "sharding": partial(printed, "sharding", range(4), table=1),
     "kernel": partial(printed, "kernel", range(3)),
     "convergence": convergence,
+    "step-sizes": partial(
+        benchmark,
+        "step_sizes",
+        {name: name for name in ("balanced", "wlb-llm", "plain-4d")},
+        {
+            "Global batches in a step": "{least:.2f} to {most:.2f}",
+            "Tokens of cut documents": "{cut_share:.0%}",
+            "Token delay, steps": "{token_delay:.2f}",
+            "Imbalance": "{imbalance:.2f}",
+        },
+    ),
 }
 PAGES = (
     "README.md",
+    "docs/presets.md",
     *(f"studies/docs/{name}.md" for name in ("validate", "rivals", "paper")),
 )
 
