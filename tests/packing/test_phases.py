@@ -25,12 +25,11 @@ def tasks(draw: st.DrawFn) -> dict[str, Any]:
     parts = draw(st.integers(1, 5))
     lengths = draw(st.lists(st.integers(1, 50), min_size=parts, max_size=40))
     seconds = draw(st.lists(st.sampled_from([0.0, 1e-6, 2e-5, 5e-5]), min_size=len(lengths), max_size=len(lengths)))
-    return {"lengths": lengths, "parts": parts, "seconds": seconds, "memory": draw(st.sampled_from([None, 1e5, 2.5e5]))}
+    return {"lengths": lengths, "parts": parts, "seconds": seconds}
 
 
 def phases_of(task: dict[str, Any]) -> DocumentPhases:
-    memory = None if task["memory"] is None else task["memory"] * np.array(task["seconds"])
-    return DocumentPhases({"encoder": task["seconds"]}, memory)
+    return DocumentPhases({"encoder": task["seconds"]})
 
 
 def corpus(documents: int = 600) -> tuple[list[int], DocumentPhases]:
@@ -46,9 +45,7 @@ def corpus(documents: int = 600) -> tuple[list[int], DocumentPhases]:
 def test_balanced_parts_hold_every_document_once_within_the_limits(task: dict[str, Any], equal_size: bool):
     lengths, parts, phases = task["lengths"], task["parts"], phases_of(task)
     equal_size = equal_size and len(lengths) % parts == 0
-    documents = [(number, 0, length) for number, length in enumerate(lengths)]
-    held = phases.held_tokens(documents)
-    limit = max(int(held.max()), int(1.5 * held.sum() / parts) + 1)
+    limit = max(*lengths, int(1.5 * sum(lengths) / parts) + 1)
     common = {"lengths": lengths, "parts": parts, "max_tokens": limit, "equal_size": equal_size, "workload": PRICES}
     try:
         divided = wlb.balance(**common, phases=phases)
@@ -57,7 +54,7 @@ def test_balanced_parts_hold_every_document_once_within_the_limits(task: dict[st
     assert sorted(itertools.chain(*divided)) == list(range(len(lengths)))
     assert len(divided) == parts
     assert all(divided)
-    assert all(held[part].sum() <= limit for part in divided)
+    assert all(sum(lengths[number] for number in part) <= limit for part in divided)
     assert not equal_size or len({len(part) for part in divided}) == 1
 
 
@@ -79,8 +76,7 @@ def test_packers_train_every_document_once_and_hold_what_fits(method: str):
         trained = sorted(segment for plan in plans for segment in plan.segments)
         if method != "sequential":
             assert trained == [Segment(number, 0, length) for number, length in enumerate(lengths)]
-            held = [phases.held_tokens(m.segments).sum() for plan in plans for m in plan.micro_batches]
-            assert max(held) <= packer.max_tokens
+            assert max(m.tokens for plan in plans for m in plan.micro_batches) <= packer.max_tokens
         assert sum(segment.length for segment in trained) == sum(lengths)
         total = segment_seconds(PhasedPrices(PRICES, phases), trained).sum()
         assert sum(m.workload for plan in plans for m in plan.micro_batches) == pytest.approx(total)
@@ -115,10 +111,9 @@ def test_balanced_parts_are_even_in_the_sum_of_phases():
 
 
 def test_a_document_that_is_cut_has_its_phases_once():
-    phases = DocumentPhases({"encoder": [3.0, 4.0]}, memory_tokens=[5, 6])
+    phases = DocumentPhases({"encoder": [3.0, 4.0]})
     pieces = [Segment(2, 0, 10), Segment(2, 10, 10), Segment(1, 0, 7)]  # document 2 is document 0 of the next epoch
     assert phases.of(pieces).tolist() == [3.0, 0.0, 4.0]
-    assert phases.held_tokens(pieces).tolist() == [15, 10, 13]
 
 
 REFUSED = [
@@ -126,7 +121,6 @@ REFUSED = [
     ({"seconds": {"encoder": [[1.0]]}}, "shape"),
     ({"seconds": {"encoder": [float("nan")]}}, "at least 0"),
     ({"seconds": {"a": [1.0], "b": [1.0, 2.0]}}, "1 and 2 documents"),
-    ({"seconds": {"a": [1.0]}, "memory_tokens": [1, 2]}, "1 and 2 documents"),
 ]
 
 
@@ -137,11 +131,8 @@ def test_phases_that_make_no_sense_are_refused(arguments: dict[str, Any], messag
 
 
 def test_what_does_not_fit_is_refused():
-    phases = DocumentPhases({"encoder": [1.0, 1.0]}, memory_tokens=[0, 100])
+    phases = DocumentPhases({"encoder": [1.0, 1.0]})
     settings: Any = {"micro_batches": 1, "context_window": 64, "workload": PhasedPrices(PRICES, phases)}
-    packer = make_packer("balanced", **settings)
-    with pytest.raises(UserError, match="document 1 has 60 tokens and memory_tokens = 100, together over the 128"):
-        packer.plan([60, 60])
     with pytest.raises(UserError, match="phases cover 2 documents, but there are 3"):
         wlb.balance([1, 2, 3], 2, phases=phases)
     for grouping in ("level", "slices"):

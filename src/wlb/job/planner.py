@@ -27,7 +27,7 @@ from wlb.packing.arrange import arrange
 from wlb.packing.balance import balance
 from wlb.packing.packer import held_segments, rows_of
 from wlb.packing.plan import MicroBatch, StepPlan
-from wlb.workload.phases import PhasedPrices, segment_seconds
+from wlb.workload.phases import segment_seconds
 
 _MOST_DOCUMENTS = 2**20  # packed together: twice the 500-token documents in 65,536 windows of 4,096 tokens
 _DOCUMENTS_AT_ONCE = 64  # at least: enough to make a call worthwhile, few enough to keep the packer's buffer small
@@ -174,12 +174,10 @@ class StepPlanner(Iterator[PlannedStep]):
         if len(plan.ranks) == 1 and all(micro_batch.segments for micro_batch in plan.micro_batches):
             return plan
         dp, prices, segments = self._job.layout.pools, self._job.packing_prices, list(plan.segments)
-        seconds, held = segment_seconds(prices, segments), [segment.length for segment in segments]
-        if isinstance(prices, PhasedPrices):
-            held = prices.phases.held_tokens(segments).tolist()
+        seconds, lengths = segment_seconds(prices, segments), [segment.length for segment in segments]
         for parts in (min(self._job.step_micro_batches, len(segments) // dp * dp), None):
             with suppress(UserError):  # raised if they do not fit
-                divided = balance(held, parts, self._job.max_tokens, parts_multiple_of=dp, costs=seconds)
+                divided = balance(lengths, parts, self._job.max_tokens, parts_multiple_of=dp, costs=seconds)
                 mine = [(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided]
                 return replace(plan, ranks=(tuple(starmap(MicroBatch, mine)),))
         return None

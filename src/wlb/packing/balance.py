@@ -70,7 +70,7 @@ def balance(
         costs: The price of each document in any unit, instead of ``workload``; may be 0.
         workload: Prices of documents, by default ``make_workload("7b", "h100")``: predicted seconds, forward and
             backward with attention. Give ``make_workload`` of your model, or ``"tokens"`` to price by length.
-        phases: What documents cost before the language model, added to prices; ``memory_tokens`` count as tokens.
+        phases: What documents cost before the language model, added to prices.
         groups: An id for each document, such as its prompt; documents of a group go to the same rank. Needs ``ranks``
             or ``prefixes``.
         prefixes: For each id in ``groups``, the first tokens of its documents that are the same, such as the prompt.
@@ -109,7 +109,7 @@ def balance(
     if phases is not None:
         phases.check(len(tokens))
         documents = np.column_stack([np.arange(len(tokens)), np.zeros_like(tokens), tokens])
-        tokens, prices = phases.held_tokens(documents), prices + phases.of(documents)
+        prices = prices + phases.of(documents)
     if max_tokens is not None and (longest := int(tokens.max(initial=0))) > max_tokens:
         if oversize != "alone":
             raise UserError(

@@ -27,7 +27,7 @@ from wlb.packing.packer import Packer, Table, segments_of
 from wlb.packing.plan import Integers, MicroBatch, PlannedMicroBatch, StepPlan
 from wlb.packing.slices import sliced_pipelines
 from wlb.workload.base import Seconds
-from wlb.workload.phases import segment_seconds
+from wlb.workload.phases import PhasedPrices, segment_seconds
 
 
 class BalancedPacker(Packer):
@@ -42,10 +42,9 @@ class BalancedPacker(Packer):
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         grouping = self.options.grouping
-        if grouping in ("level", "slices") and self.phased:
-            raise UserError(
-                f"grouping = {grouping!r} does not support phases ({', '.join(self.phased.phases.seconds)}); use 'even'"
-            )
+        if grouping in ("level", "slices") and isinstance(self.workload, PhasedPrices):
+            named = ", ".join(self.workload.phases.seconds)
+            raise UserError(f"grouping = {grouping!r} does not support phases ({named}); use 'even'")
         if grouping in ("level", "slices") and self.ranks is None:
             raise UserError(
                 f"grouping = {grouping!r} plans for the ranks of a job, which a packer alone does not know; "
@@ -119,19 +118,19 @@ class BalancedPacker(Packer):
         if grouping == "slices" and ranks:
             count = self.micro_batches // ranks.pipelines
             return sliced_pipelines(lengths, ranks.pipelines, count, self.max_tokens, self.workload)
-        table = waiting[:, :3]
-        held = self.phased.phases.held_tokens(table) if self.phased else lengths
-        seconds = segment_seconds(self.workload, table)
+        seconds = segment_seconds(self.workload, waiting[:, :3])
         falling = np.argsort(-lengths, kind="stable")
-        planned, left = self._evenly(falling, held, seconds)
+        planned, left = self._evenly(falling, lengths, seconds)
         if left:  # then the oldest go first
-            planned, left = self._evenly(falling[np.argsort(waiting[falling, 3], kind="stable")], held, seconds)
+            planned, left = self._evenly(falling[np.argsort(waiting[falling, 3], kind="stable")], lengths, seconds)
         return [planned], left
 
-    def _evenly(self, order: Integers, held: Integers, seconds: Seconds) -> tuple[list[PlannedMicroBatch], list[int]]:
+    def _evenly(
+        self, order: Integers, lengths: Integers, seconds: Seconds
+    ) -> tuple[list[PlannedMicroBatch], list[int]]:
         """Whole documents in ``order``, each into the lightest micro-batch with room, and those without room."""
         loads, rooms = [0.0] * self.micro_batches, [self.max_tokens] * self.micro_batches
-        owners = into_lightest(held[order].tolist(), seconds[order].tolist(), loads, rooms)
+        owners = into_lightest(lengths[order].tolist(), seconds[order].tolist(), loads, rooms)
         filled = zip(members_of(order, owners, self.micro_batches), loads, strict=True)
         return [PlannedMicroBatch(tuple(mine.tolist()), load) for mine, load in filled], order[owners < 0].tolist()
 

@@ -45,16 +45,16 @@ class OpenMicroBatches:
             while lightest[0][0] != seconds[lightest[0][1]]:  # outdated entry: that micro-batch has grown since
                 heappop(lightest)
             index = lightest[0][1]
-            if tokens[index] + item[4] > max_tokens:
+            if tokens[index] + item[0] > max_tokens:
                 while shortest[0][0] != tokens[shortest[0][1]]:
                     heappop(shortest)
                 index = shortest[0][1]
-                if tokens[index] + item[4] > max_tokens:
+                if tokens[index] + item[0] > max_tokens:
                     left_over.append(item)
                     continue
             members[index].append(item)
             seconds[index] += item[1]
-            tokens[index] += item[4]
+            tokens[index] += item[0]
             heappush(lightest, (seconds[index], index))
             heappush(shortest, (tokens[index], index))
         return left_over

@@ -20,7 +20,7 @@ from wlb.packing.options import PackingOptions
 from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
 from wlb.token_count import check_whole, whole_number
 from wlb.workload.base import DocumentPrices
-from wlb.workload.phases import PhasedPrices, segment_seconds
+from wlb.workload.phases import segment_seconds
 
 Arrival = int | tuple[int, int] | Segment
 Table = NDArray[np.int64]  # of segments: document, start, length
@@ -34,16 +34,12 @@ _new_tuple = tuple.__new__
 
 
 class Pending(NamedTuple):
-    """A segment that waits to be trained: its tokens, its predicted seconds and the step in which it arrived.
-
-    ``held`` counts against L_max: its tokens, plus the memory of its further phases in tokens.
-    """
+    """A segment that waits to be trained: its tokens, its predicted seconds and the step in which it arrived."""
 
     length: int
     seconds: float
     arrived: int
     segment: Segment
-    held: int
 
 
 class Packer(ABC):
@@ -70,7 +66,6 @@ class Packer(ABC):
         self.micro_batches = check_whole("micro_batches", micro_batches)
         self.context_window = check_whole("context_window", context_window)
         self.workload = workload
-        self.phased = workload if isinstance(workload, PhasedPrices) else None
         self.options, self.ranks = options, ranks
         windows = self.micro_batches * options.micro_batch_windows
         self.global_batch = options.global_batch or windows
@@ -197,7 +192,7 @@ class Packer(ABC):
         documents, starts, lengths = table.T
         wrong = np.flatnonzero((lengths < 1) | (lengths > longest) | (starts < 0) | (documents < 0))
         if not len(wrong):
-            return self._check_held(table)
+            return
         document, start, length = table[wrong[0]].tolist()
         if document < 0 or start < 0:
             raise UserError(f"document {document} starts at token {start}; ids and starts must be at least 0")
@@ -207,18 +202,6 @@ class Packer(ABC):
             f"document {document} has {length} tokens, over the context window of {self.context_window}; apply "
             f"wlb.documents.segments.split_overlong ({', '.join(POLICIES)}) first, or raise the context window"
         )
-
-    def _check_held(self, table: Table) -> None:
-        if not self.phased or not len(table) or self._cuts_documents:
-            return
-        held = self.phased.phases.held_tokens(table)
-        largest = int(held.argmax())
-        if held[largest] > self.max_tokens:
-            document, _, length = table[largest].tolist()
-            raise UserError(
-                f"document {document} has {length} tokens and memory_tokens = {held[largest] - length}, together over "
-                f"the {self.max_tokens} of a micro-batch; raise max_length_factor or the context window"
-            )
 
     def _take(self, tokens: int) -> Table:
         """Remove arrived segments from the front until they hold at least ``tokens`` tokens."""
@@ -232,11 +215,8 @@ class Packer(ABC):
     def _price(self, table: Table, arrived: int) -> list[Pending]:
         if not len(table):
             return []
-        lengths = held = table[:, 2].tolist()
         seconds = segment_seconds(self.workload, table).tolist()
-        if self.phased:
-            held = self.phased.phases.held_tokens(table).tolist()
-        rows = zip(lengths, seconds, repeat(arrived), segments_of(table), held, strict=False)
+        rows = zip(table[:, 2].tolist(), seconds, repeat(arrived), segments_of(table), strict=False)
         return [_new_tuple(Pending, row) for row in rows]
 
     def _emit(self, ranks: Iterable[Iterable[MicroBatch]], waits: Iterable[tuple[int, int]] = ()) -> StepPlan:

@@ -29,56 +29,40 @@ class DocumentPhases:
     Args:
         seconds: For each phase by name, predicted seconds of each document, forward and backward, on one GPU; shape
             (documents,), in the order of the data set. A document without images costs 0.
-        memory_tokens: Memory that these phases hold for a document until its backward, in tokens of the language
-            model; shape (documents,). It counts against L_max like tokens. None means none.
 
     If a document is cut, its first piece has these phases. Raises ``UserError`` for arrays of different lengths, and
     for values that are negative or not finite.
     """
 
     seconds: Mapping[str, ArrayLike]
-    memory_tokens: ArrayLike | None = None
 
     def __post_init__(self) -> None:
-        _ = self._columns
+        _ = self._total
 
     @cached_property
-    def _columns(self) -> tuple[Seconds, NDArray[np.int64]]:
-        """Seconds of each document in all phases, and its memory in tokens; shape (documents,) each."""
+    def _total(self) -> Seconds:
+        """Seconds of each document in all phases; shape (documents,)."""
         columns = [_column(f"seconds of {name!r}", values) for name, values in self.seconds.items()]
-        if self.memory_tokens is not None:
-            columns.append(_column("memory_tokens", self.memory_tokens))
         sizes = {len(column) for column in columns}
         if len(sizes) > 1:
             raise UserError(f"phases cover {' and '.join(map(str, sorted(sizes)))} documents; give all the same number")
-        none = np.zeros(max(sizes, default=1))
-        *seconds, memory = columns if self.memory_tokens is not None else [*columns, none]
-        return sum(seconds, start=none), np.ceil(memory).astype(np.int64)
+        return sum(columns, start=np.zeros(max(sizes, default=1)))
 
     def check(self, documents: int) -> None:
         """Raise ``UserError`` unless the phases are of ``documents`` documents."""
-        known = len(self._columns[0])
-        if (self.seconds or self.memory_tokens is not None) and known != documents:
+        if self.seconds and len(self._total) != documents:
+            known = len(self._total)
             raise UserError(f"phases cover {known} documents, but there are {documents}; give one cost for each")
 
     def of(self, table: Table) -> Seconds:
         """Seconds of each segment in all phases, shape (segments,). Document ids count over epochs."""
         document, start, _ = _rows(table).T
-        seconds, _ = self._columns
-        return np.where(start > 0, 0.0, seconds[document % len(seconds)])
-
-    def held_tokens(self, table: Table) -> NDArray[np.int64]:
-        """Tokens that each segment counts against L_max, including memory of these phases; shape (segments,)."""
-        document, start, length = _rows(table).T
-        _, memory = self._columns
-        held: NDArray[np.int64] = length + np.where(start > 0, 0, memory[document % len(memory)])
-        return held
+        return np.where(start > 0, 0.0, self._total[document % len(self._total)])
 
     @property
     def digest(self) -> str:
         """A digest that processes compare, because their plans depend on these numbers."""
-        seconds, memory = self._columns
-        content = repr([*self.seconds]).encode() + seconds.astype("<f8").tobytes() + memory.astype("<i8").tobytes()
+        content = repr([*self.seconds]).encode() + self._total.astype("<f8").tobytes()
         return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 

@@ -44,7 +44,7 @@ class FixedSolverPacker(FixedGreedyPacker):
     def _emit_filled(self, filled: OpenMicroBatches) -> list[StepPlan]:
         placed = [(item, index) for index, members in enumerate(filled.members) for item in members]
         solution = solve(
-            [item.held for item, _ in placed],
+            [item.length for item, _ in placed],
             [item.seconds for item, _ in placed],
             len(filled.members),
             self.max_tokens,
@@ -64,7 +64,7 @@ def put(filled: OpenMicroBatches, item: Pending, index: int) -> None:
     """Place ``item`` into micro-batch ``index``, which must have room."""
     filled.members[index].append(item)
     filled.seconds[index] += item.seconds
-    filled.tokens[index] += item.held
+    filled.tokens[index] += item.length
 
 
 def fill_empty(filled: OpenMicroBatches) -> None:
@@ -75,7 +75,7 @@ def fill_empty(filled: OpenMicroBatches) -> None:
             return
         item = filled.members[heaviest].pop()
         filled.seconds[heaviest] -= item.seconds
-        filled.tokens[heaviest] -= item.held
+        filled.tokens[heaviest] -= item.length
         put(filled, item, index)
 
 
