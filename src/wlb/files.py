@@ -5,8 +5,8 @@ belong together, call the steps yourself: ``write_synced`` or ``flush``, then ``
 """
 
 import errno
+import fcntl
 import os
-import sys
 from pathlib import Path
 from typing import IO, Any
 
@@ -55,14 +55,9 @@ def sync(path: Path) -> None:
 def open_locked(path: Path) -> int | None:
     """Open ``path``, creating it if needed, and lock it against other processes until the descriptor is closed.
 
-    Returns None if another process has the lock. Without file locks (Windows, some network file systems) it always
-    succeeds.
+    Returns None if another process has the lock. On file systems without locks it always succeeds.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    if sys.platform == "win32":
-        return descriptor
-    import fcntl
-
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

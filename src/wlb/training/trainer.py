@@ -73,8 +73,8 @@ class Trainer:
         self.runner = PipelineRunner(model.stages, job.layout, model.mesh, *runs)
         self.checkpointer = Checkpointer(config.checkpoint, checked.model, model.stages, model.optimizers)
         self.step, state = 0, None
-        if model.checkpoints:
-            self.step, state = self.checkpointer.load(model.checkpoints)
+        if checked.saved is not None:
+            self.step, state = self.checkpointer.load()
         elif config.model.pretrained is not None:
             PretrainedWeights(config.model.pretrained).load(*model.stages)
         self.planned = open_steps(
@@ -92,7 +92,6 @@ class Trainer:
         directory = config.checkpoint.dir
         kept = f"the same command continues from the newest checkpoint in {directory}, if there is one"
         self._kept = kept if directory else "nothing is saved without checkpoint.dir"
-        self._trained = self.planned.state_dict()
 
     def run(self) -> dict[str, Any] | None:
         """Train until ``training.steps``, or to the end of the epoch; returns the summary on rank 0."""
@@ -105,7 +104,7 @@ class Trainer:
             raise
         if self.reporter is None:
             return None
-        planner = self._trained["planner"]  # of the documents read from the job's first step on
+        planner = self.planned.state_dict()["planner"]  # of the documents read from the job's first step on
         pending = {segment.document for segment in waiting_in(planner)}  # not wholly trained
         totals = {"overlong": planner["stream"]["overlong"], "pending_documents": len(pending)}
         return self.reporter.finish() | totals
@@ -124,7 +123,6 @@ class Trainer:
                 self._train_step(loaded)
                 if self.calibration is not None and self.calibration.end_step() and self.reporter:
                     tell(f"planning from now on with prices measured up to step {self.step}: {self.calibration}")
-                self._trained = self.planned.state_dict()
                 self._evaluate()  # before the checkpoint, so that a job which continues from it has it on record
                 if self.checkpointer.is_due(self.step):
                     self._save()
@@ -164,7 +162,7 @@ class Trainer:
 
     def _save(self) -> None:
         with record_function("checkpoint"):
-            self.checkpointer.save(self.step, self._trained)
+            self.checkpointer.save(self.step, self.planned.state_dict())  # after the last step taken, so trained
 
 
 def train_step(

@@ -8,11 +8,10 @@ bilinearly, which is exact for a q k + b q + c k + d of q queries and k keys, an
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -40,12 +39,13 @@ PositiveSeconds = Annotated[float, Field(gt=0)]
 Array = NDArray[np.float64]
 
 
-@dataclass(frozen=True, eq=False)  # profiles compare by their measurements
 class _Interpolated:
-    """Seconds of each phase at knots of one or two sizes (tokens)."""
+    """What ``at_knots`` makes of the ``measured`` seconds of each phase, at knots of one or two sizes (tokens)."""
 
-    knots: tuple[Array, ...]
-    seconds: dict[Phase, Array]
+    def __init__(self, knots: tuple[Array, ...], measured: Any, at_knots: Callable[[Array], Array]) -> None:
+        forward, backward = (at_knots(np.array(s)) for s in (measured.forward_seconds, measured.backward_seconds))
+        self.knots = knots
+        self.seconds: dict[Phase, Array] = {"forward": forward, "backward": backward, "both": forward + backward}
 
     def at(self, sizes: Array, phase: Phase) -> Seconds:
         """Interpolate between the knots of a single size; shape of ``sizes``."""
@@ -114,7 +114,7 @@ class PrefixMeasurements(Section):
             wide = np.concatenate([np.zeros((len(queries), 1)), rising, far_keys], axis=1)
             return np.concatenate([wide, wide[-1:] * (_FAR / queries[-1])])
 
-        return _interpolated((np.append(queries, _FAR), np.concatenate([[0.0], keys, [_FAR]])), self, extended)
+        return _Interpolated((np.append(queries, _FAR), np.concatenate([[0.0], keys, [_FAR]])), self, extended)
 
 
 class WorkloadProfile(Section):
@@ -178,7 +178,7 @@ class WorkloadProfile(Section):
             rising = np.minimum.accumulate((seconds / tokens)[::-1])[::-1]
             return np.append(rising, rising[-1] * (_FAR + 1) / (tokens[-1] + 1))
 
-        return _interpolated((np.append(tokens, _FAR),), self.attention, rates)
+        return _Interpolated((np.append(tokens, _FAR),), self.attention, rates)
 
     @cached_property
     def _linear_totals(self) -> _Interpolated:
@@ -189,7 +189,7 @@ class WorkloadProfile(Section):
             rising = np.maximum.accumulate(seconds)
             return np.concatenate([[0.0], rising, [rising[-1] * _FAR / tokens[-1]]])
 
-        return _interpolated((np.concatenate([[0.0], tokens, [_FAR]]),), self.linear, totals)
+        return _Interpolated((np.concatenate([[0.0], tokens, [_FAR]]),), self.linear, totals)
 
 
 def read_profile(path: str | Path) -> WorkloadProfile:
@@ -219,13 +219,6 @@ def write_profile(profile: WorkloadProfile, path: str | Path) -> None:
         replace_text(Path(path), profile.model_dump_json(indent=1) + "\n")
     except OSError as error:
         raise UserError(f"profile {path} cannot be written: {error.strerror}") from None
-
-
-def _interpolated(
-    knots: tuple[Array, ...], measured: Measurements | PrefixMeasurements, at_knots: Callable[[Array], Array]
-) -> _Interpolated:
-    forward, backward = (at_knots(np.array(s)) for s in (measured.forward_seconds, measured.backward_seconds))
-    return _Interpolated(knots, {"forward": forward, "backward": backward, "both": forward + backward})
 
 
 def _between(knots: Array, tokens: Array) -> tuple[NDArray[np.int64], Seconds]:

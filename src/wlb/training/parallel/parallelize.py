@@ -62,8 +62,11 @@ def build_stage_modules(
             module = Transformer(config, splits[stage], dealt_heads=heads).to(master_dtype(execution.dtype))
         if layout.tp > 1:
             apply_tensor_parallel(module, mesh.work["tp"])
-        if mesh.experts is not None:
-            divide_experts(module, mesh.experts["ep"])
+        if (ranks := mesh.experts and mesh.experts["ep"]) is not None:
+            for mixture in mixtures([module]).values():
+                mixture.group = ranks.get_group()
+                for name, weight in [*mixture.experts.named_parameters()]:
+                    setattr(mixture.experts, name, nn.Parameter(distribute_tensor(weight, ranks, [Shard(0)])))
         if compiled:
             compile_blocks(module)
         apply_activation_checkpointing(module, activation_checkpointing)
@@ -75,14 +78,6 @@ def build_stage_modules(
             initialise_weights(module, layers=config.shape.layers, seed=seed)
         modules.append(module)
     return modules
-
-
-def divide_experts(module: Transformer, mesh: DeviceMesh) -> None:
-    """Divide the experts of every block of ``module``, still on the meta device, over the one dimension of ``mesh``."""
-    for mixture in mixtures([module]).values():
-        mixture.group = mesh.get_group()
-        for name, weight in [*mixture.experts.named_parameters()]:
-            setattr(mixture.experts, name, nn.Parameter(distribute_tensor(weight, mesh, [Shard(0)])))
 
 
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
