@@ -197,8 +197,7 @@ class Exchanges:
 
 def _sums(values: NDArray[Any], subsets: Indices) -> Prices:
     """The sum of ``values`` over each subset."""
-    sums: Prices = np.concatenate((values, _NOTHING)).take(subsets).sum(axis=0)  # -1 points to nothing
-    return sums
+    return np.concatenate((values, _NOTHING)).take(subsets).sum(axis=0)  # -1 points to nothing
 
 
 @lru_cache(maxsize=1024)

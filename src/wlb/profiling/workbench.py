@@ -86,8 +86,7 @@ class Workbench:
         rotation = self._rotation(self._positions[:tokens])
 
         def forward() -> Tensor:
-            out: Tensor = self._block(self._stream[:tokens].detach().requires_grad_(), rotation, attend)
-            return out
+            return self._block(self._stream[:tokens].detach().requires_grad_(), rotation, attend)
 
         # Parameters accumulate gradients from call to call, as over the micro-batches of a step.
         return Case(forward, lambda out: out.backward(self._grad_stream[:tokens]))

@@ -38,8 +38,7 @@ def clock_of(device: torch.device, on_cpu: Clock = WALL_TIME) -> Clock:
 
 
 def _recorded() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
-    return event
+    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
 
 
 def _between(end: torch.cuda.Event, begin: torch.cuda.Event) -> float:

@@ -70,8 +70,7 @@ def _forward(layer: nn.Linear, gradients: WeightGradients, x: Tensor) -> Tensor:
     at_once = torch.compiler.is_compiling() or gradients.put_off is None
     if at_once or not (x.requires_grad and x.dim() > 1 and all(map(_is_plain, layer.parameters()))):
         return F.linear(x, weight, bias)
-    out: Tensor = _PutOff.apply(x, weight.detach(), bias if bias is None else bias.detach(), layer, gradients)
-    return out
+    return _PutOff.apply(x, weight.detach(), bias if bias is None else bias.detach(), layer, gradients)
 
 
 def _is_plain(weight: Tensor) -> bool:

@@ -250,8 +250,7 @@ class TokenStore:
                 f"{shard.prefix}.mask has the byte {flags.max()} in document {document}; "
                 "write 1 for labels and 0 for others"
             )
-        labels: NDArray[np.bool_] = flags.view(np.bool_)
-        return labels
+        return flags.view(np.bool_)
 
     def check_labels(self) -> None:
         """Raise ``UserError`` unless every store has a label after the first token of a document."""
