@@ -341,6 +341,7 @@ def _save_while_weights_change(directory: Path) -> None:
 
     def restored(step: int) -> Tensor:
         assert checkpointer.load()[0] == step
+        dist.barrier()  # all ranks have read it
         files.set_aside(files.checkpoint_path(directory, step))
         return weight.detach().clone()
 
