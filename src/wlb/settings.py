@@ -90,10 +90,13 @@ class Section(BaseModel):
         return self.of({name: getattr(self, name) for name in self.model_fields_set} | settings)
 
 
-# pydantic's words, and ours for a user who writes TOML.
+# pydantic's words, and ours for a user who writes TOML or options.
 _PLAIN = {
+    "Value error, ": "",
+    "Field required": "must be set",
+    ", unable to parse string as an integer": "",
+    ", unable to parse string as a number": "",
     "Extra inputs are not permitted": "is unknown",
-    "or Input should be": "or",
     "Input should be": "must be",
     "a valid integer": "a whole number",
     "a valid number": "a number",
@@ -122,12 +125,20 @@ def main_problem(error: ValidationError) -> Problem:
     problems = [problem for problem in error.errors() if problem["type"] != "default_factory_not_called"]
     first = min(problems, key=lambda problem: (problem["type"] != "extra_forbidden", -len(problem["loc"])))
     place = _place(first)
-    messages = [problem["msg"].removeprefix("Value error, ") for problem in problems if _place(problem) == place]
+    messages = [in_plain_words(problem["msg"]) for problem in problems if _place(problem) == place]
     where = tuple(part for part in place if isinstance(part, str))
-    what = re.sub(r"a (valid )?dictionary or (an )?instance of \w+", "an object", " or ".join(dict.fromkeys(messages)))
-    for pydantics, plain in _PLAIN.items():
-        what = what.replace(pydantics, plain)
+    what = " or ".join(dict.fromkeys(messages)).replace("or must be", "or")
+    if first["type"] == "missing" and isinstance(place[-1], int):
+        what = f"entry {place[-1]} {what}"
     return Problem(where, first["type"], what, first["input"])
+
+
+def in_plain_words(message: str) -> str:
+    """What pydantic says of a value, in the words of a user."""
+    message = re.sub(r"a (valid )?dictionary or (an )?instance of \w+", "an object", message)
+    for pydantics, plain in _PLAIN.items():
+        message = message.replace(pydantics, plain)
+    return message
 
 
 def _place(problem: ErrorDetails) -> list[int | str]:

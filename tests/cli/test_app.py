@@ -132,12 +132,12 @@ REPORT = ["report", "synthetic:500:4K", "--context-window", "4K"]
 @in_turn(
     ("arguments", "message"),
     [
-        ([*CHECK, "--gpus", 0], "Invalid value for '--gpus': Input should be greater than or equal to 1 (got 0)"),
+        ([*CHECK, "--gpus", 0], "Invalid value for '--gpus': must be greater than or equal to 1 (got 0)"),
         (
             [*CHECK, "--pp", 2, "--sharding", "gathered"],
             "--sharding 'gathered' is for jobs without a pipeline, not for --pp 2",
         ),
-        ([*CHECK, "--gpus", "some"], "unable to parse string as an integer (got some)"),
+        ([*CHECK, "--gpus", "some"], "Invalid value for '--gpus': must be a whole number (got some)"),
         ([*CHECK, "--steps", 1000001], "less than or equal to 1000000 (got 1000001)"),
         ([*CHECK, "--systems", "any,"], "--systems 'any,' has an empty name; list names as a,b,c"),
         ([*CHECK, "--gpu", 8], "No such option: --gpu; did you mean --gpus?"),

@@ -179,6 +179,7 @@ def test_lengths_out_of_range_are_named(tmp_path, name, where, bad):
         ("l.jsonl", b"5\n{oops\n", "line 2 is not valid JSON"),
         ("l.jsonl", b'{"text": "a"}\n', "line 1 has no column 'length' .*, but text"),
         ("l.jsonl", b'5\n{"length": 2.5}\n', "line 2 is '2.5'"),
+        ("l.json", b"[5, 99999999999999999999]", "entry 1 is 99999999999999999999; a document has 1 to"),
     ],
 )
 def test_wrong_content_is_one_clear_line(tmp_path, name, content, message):

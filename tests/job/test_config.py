@@ -149,12 +149,13 @@ def test_what_fits_no_alternative_is_one_mistake_that_names_all(config, override
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "data: Field required"),
+        ("", "data: must be set"),
         ('[dat]\nstore = "store"\n', "dat is not a section; did you mean data?"),
         ("data = 3\n", "data = 3: must be an object"),
+        ('[data]\nstore = "store"\n[training]\nbetas = [0.9]\n', "training.betas = [0.9]: entry 1 must be set"),
     ],
 )
-def test_files_without_data_are_told_what_to_write(tmp_path, text, message):
+def test_what_is_missing_is_told(tmp_path, text, message):
     path = tmp_path / "job.toml"
     path.write_text(text)
     with pytest.raises(UserError) as refusal:

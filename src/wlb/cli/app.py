@@ -117,7 +117,9 @@ def _described(error: typer.BadParameter) -> str:
         return f"{message.rstrip('.')}; {error.ctx.command_path} --help lists all"
     if not isinstance(cause, ValidationError):
         return message
-    given = cause.errors()[0]["input"]
+    from wlb.settings import in_plain_words
+
+    given, message = cause.errors()[0]["input"], in_plain_words(message)
     return message if repr(given) in message else f"{message} (got {given})"
 
 

@@ -223,10 +223,11 @@ def _integers(path: Path, where: str, numbered: Iterable[tuple[int, Any]], if_te
     """Check that all values are lengths; each comes with its place in the file."""
     places, values = [], []
     for place, value in numbered:
-        # bool is a subclass of int, but not a length.
-        if type(value) is not int or abs(value) > np.iinfo(np.int64).max:
+        if type(value) is not int:  # bool is a subclass of int, but not a length
             advice = if_text if isinstance(value, str) and any(map(str.isalpha, value)) else ""
             raise UserError(f"{path}: {where} {place} is {str(value)[:40]!r}; a whole number is needed{advice}")
+        if not 1 <= value <= MOST_TOKENS:  # before int64, which holds fewer values than int
+            raise _out_of_range(path, where, place, value)
         places.append(place)
         values.append(value)
     return _in_range(path, where, np.array(values, np.int64), places)
@@ -236,8 +237,12 @@ def _in_range(path: Path, where: str, lengths: NDArray[np.integer[Any]], places:
     bad = np.flatnonzero((lengths < 1) | (lengths > MOST_TOKENS))
     if bad.size:
         at = int(bad[0])
-        raise UserError(f"{path}: {where} {places[at]} is {lengths[at]}; a document has 1 to {MOST_TOKENS} tokens")
+        raise _out_of_range(path, where, places[at], int(lengths[at]))
     return lengths.astype(np.int64)
+
+
+def _out_of_range(path: Path, where: str, place: int, length: int) -> UserError:
+    return UserError(f"{path}: {where} {place} is {length}; a document has 1 to {MOST_TOKENS} tokens")
 
 
 def _from_npy(path: Path, _: str | None) -> Lengths:

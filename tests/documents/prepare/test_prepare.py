@@ -105,7 +105,7 @@ def test_a_trained_tokenizer_lies_beside_the_store_and_loads(tmp_path, words):
 
 def test_a_corpus_without_documents_makes_no_store(tmp_path):
     (tmp_path / "d.jsonl").write_text('{"text": ""}\n{\n{\n')
-    with pytest.raises(UserError, match="3 documents read, none can be stored: 2 bad json, 1 empty"):
+    with pytest.raises(UserError, match="3 documents read, none can be stored: 2 bad json, 1 empty; name other files"):
         prepare_store(FileCorpus([tmp_path / "d.jsonl"]), tmp_path / "s", BytesTokenizer())
     (tmp_path / "d.jsonl").write_text('3\n{"content": "a", "id": 1}\n')
     with pytest.raises(

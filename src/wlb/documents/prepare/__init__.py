@@ -230,9 +230,7 @@ def _nothing_left(corpus: Corpus, rejects: Counter[str]) -> UserError:
     if not rejects:
         return UserError("the sources contain no documents; name other files")
     why = f"{number_of(rejects.total(), 'document')} read, none can be stored: {_in_words(rejects)}"
-    if rejects[Reject.NO_FIELD]:
-        why += f"; {corpus.described_fields()}"
-    return UserError(why)
+    return UserError(f"{why}; {corpus.described_fields() if rejects[Reject.NO_FIELD] else 'name other files'}")
 
 
 def _tokenize(batch: Batch, tokenizer: Tokenizer, chat: ChatFormat | None, dtype: np.dtype[Any]) -> TokenizedBatch:
