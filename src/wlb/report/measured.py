@@ -12,9 +12,10 @@ from wlb.report.run_directory import TrainingRun
 from wlb.terminal import number_of
 
 _IMBALANCE = (
-    "If the plan is uneven, the predicted value is large too. If only the measured value is large, a machine is slow "
-    "or the workload model does not fit: rank_seconds in steps.jsonl shows which rank is slow, and training.calibrate "
-    "plans with measured costs. On GPUs measured seconds include the collectives inside a forward or backward pass."
+    "If the predicted and the measured value are large, the plan is uneven. If only the measured one is, a machine is "
+    "slow or the workload model does not fit: rank_seconds in steps.jsonl shows which rank is slow, and "
+    "training.calibrate plans with measured costs. On GPUs measured seconds include the collectives inside a forward "
+    "or backward pass."
 )
 
 
@@ -22,7 +23,7 @@ def measured_report(run: TrainingRun, before: TrainingRun | None = None) -> tupl
     """The HTML of a report on ``run``, compared with ``before`` if given, and the figures of ``--json``."""
     found = {"kind": "measured", "steps": run.steps, "tokens_per_second": run.tokens_per_second}
     values = {
-        "a step, mean": _seconds(run.mean("step_seconds")),
+        "mean step": _seconds(run.mean("step_seconds")),
         "slowest over mean rank, compute of a step": f"{run.mean('measured'):.2f}",
         "model FLOPs utilisation": f"{run.utilisation:.1%}",
         "tokens/s, all ranks": f"{run.tokens_per_second:,.0f}",
@@ -95,13 +96,13 @@ def _gain(before: TrainingRun, run: TrainingRun, faster: Gain, equal: Gain) -> l
 
 def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
     lines = [
-        (run.label, class_, run.columns["step"], run.columns["mfu"])
+        (run.label, class_, run.columns["step"], 100 * run.columns["mfu"])
         for run, class_ in zip(reversed(runs), ("after", "before"), strict=False)
     ]
     columns = {
         "run": [run.name for run in runs],
         "steps": [f"{run.steps}" for run in runs],
-        "a step, mean": [_seconds(run.mean("step_seconds")) for run in runs],
+        "mean step": [_seconds(run.mean("step_seconds")) for run in runs],
         "model FLOPs utilisation": [f"{run.utilisation:.1%}" for run in runs],
         "tokens/s": [f"{run.tokens_per_second:,.0f}" for run in runs],
         "slowest over mean rank, predicted": [f"{run.mean('predicted'):.3f}" for run in runs],
@@ -110,8 +111,8 @@ def _steps(runs: Sequence[TrainingRun]) -> list[Markup]:
         "token delay, steps": [f"{run.mean('token_delay'):.2f}" for run in runs],
         "data wait": [f"{run.mean('data_wait_seconds') / run.mean('step_seconds'):.1%}" for run in runs],
     }
-    caption = Caption("steps-chart", "Model FLOPs utilisation, step by step", "Measured.")
-    return [series(caption, lines[::-1], "model FLOPs utilisation"), table(columns)]
+    caption = Caption("steps-chart", "Model FLOPs utilisation in percent, step by step", "Measured.")
+    return [series(caption, lines[::-1]), table(columns)]
 
 
 def _seconds(seconds: float) -> str:

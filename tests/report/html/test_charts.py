@@ -63,14 +63,14 @@ def test_intervals_and_series_are_drawn():
     svg = parse(intervals(CAPTION, [("x", Gain(1.2, 1.1, 1.3)), ("y", Gain(0.9, 0.8, 1.0))], "times"))
     assert len(list(svg.iter("circle"))) == 2
     steps = np.arange(5.0)
-    svg = parse(series(CAPTION, [("run", "after", steps, steps**2)], "tokens"))
+    svg = parse(series(CAPTION, [("run", "after", steps, steps**2)]))
     (line,) = svg.iter("polyline")
     assert len((line.get("points") or "").split()) == 5
 
 
 def test_charts_of_long_jobs_stay_small():
     steps = np.arange(1_000_003.0)
-    figure = series(CAPTION, [("run", "after", steps, np.ones(len(steps)))], "tokens")
+    figure = series(CAPTION, [("run", "after", steps, np.ones(len(steps)))])
     parse(figure)
     assert len(figure) < 40_000
     assert not re.search(r'"\d+\.\d{3,}"', length_histogram(np.array([10, 1000, 70000])))  # coordinates are short

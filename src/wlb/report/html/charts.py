@@ -131,9 +131,7 @@ def _rows(
     return figure(caption, "; ".join(f"{name}: {shown}" for name, shown in rows), end, shapes)
 
 
-def series(
-    caption: Caption, runs: Sequence[tuple[str, str, NDArray[np.float64], NDArray[np.float64]]], label: str
-) -> Markup:
+def series(caption: Caption, runs: Sequence[tuple[str, str, NDArray[np.float64], NDArray[np.float64]]]) -> Markup:
     """A line for each run (name, class, steps, values); many steps are averaged to a few hundred points."""
     runs = [(name, class_, _thinned(at), _thinned(of)) for name, class_, at, of in runs]
     values = np.concatenate([run[3] for run in runs])
@@ -144,7 +142,7 @@ def series(
     top, bottom = end + 10, end + 180
     heights = Scale(0.0, float(values.max()) or 1.0, bottom, top)
     across = Scale(float(steps.min()), float(steps.max()), left, right)
-    axis, end = bottom_axis(across, bottom, bottom, _whole, f"step; upwards: {label}")
+    axis, end = bottom_axis(across, bottom, bottom, _whole, "step")
     shapes += [*left_axis(heights, left, right, _compact), *axis]
     for _, class_, at, of in runs:
         points = " ".join(f"{across(x):.1f},{heights(y):.1f}" for x, y in zip(at.tolist(), of.tolist(), strict=True))
