@@ -16,6 +16,7 @@ from wlb.schedules.operations import HEAD
 from wlb.simulate import CAUSES, simulate, simulate_steps
 from wlb.simulate.costs import JobCosts
 from wlb.simulate.decide import decide
+from wlb.simulate.level import LevelSteps
 from wlb.simulate.step import Steps
 from wlb.workload import Costs
 from wlb.workload.base import TICKS
@@ -130,10 +131,22 @@ def test_a_tied_embedding_is_one_matrix_on_every_rank_that_has_it(pp, head, copi
 def test_weight_gradients_of_micro_batches_in_a_row_share_a_product(monkeypatch):
     simulated = decide(job("balanced", pp=2, micro_batches=4, pool=1, packing={"rank_micro_batches": 32}), documents())
     plan = next(StepPlanner(simulated, documents()).plans())
-    seconds = float(simulate_steps([plan], simulated).seconds[0])
+    together = _divided(simulate_steps([plan], simulated))
     tokens = [one.tokens for one in plan.micro_batches]
     joined = pipeline_load(simulated, plan.micro_batches)[1].joined
     assert joined is not None
     assert joined.sum(axis=0) / TICKS == pytest.approx(simulated.costs.joined_seconds(tokens, "blocks"), abs=1e-8)
     monkeypatch.setattr(Costs, "joined_seconds", lambda self, tokens, part: np.zeros(np.shape(tokens)))
-    assert float(simulate_steps([plan], simulated).seconds[0]) > seconds
+    apart = _divided(simulate_steps([plan], simulated))
+    assert apart["step"] > together["step"]
+    assert apart["compute"] > together["compute"]
+
+
+def _divided(steps: Steps | LevelSteps) -> dict[str, float]:
+    """The seconds of the only one of ``steps`` by cause, and together; what is computed is never idle time."""
+    where = {cause: float(seconds[0]) for cause, seconds in steps.where.items()} | {"step": float(steps.seconds[0])}
+    assert sum(where[cause] for cause in CAUSES) == pytest.approx(where["step"])
+    assert where["compute"] == pytest.approx(steps.gpu_seconds.mean())
+    assert steps.gpu_seconds.max() <= where["step"]
+    assert where["bubbles"] + where["stages"] + where["micro-batches"] >= 0
+    return where

@@ -163,6 +163,6 @@ def _tested(package: Mapping[str, Any]) -> str:
         said = "; ".join(f"{result}: {', '.join(features)}" for result, features in by_result.items())
         return said if package["ran"] else f"its pins, without it: {said}"
     if package["ran_in"]:
-        return f"in the tests of {', '.join(package['ran_in'])}"
+        return f"under the pins of {', '.join(package['ran_in'])}"
     others = ", ".join(package["tested_versions"])
     return f"nothing; {others} were" if others else "nothing"

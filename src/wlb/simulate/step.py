@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from wlb.packing.plan import StepPlan
-from wlb.schedules.operations import HEAD, RankOperations
+from wlb.schedules.operations import HEAD, WEIGHT, RankOperations
 from wlb.schedules.timing import PipelineTimes, pipeline_times, planned_times
 from wlb.sharding.latency import Phases, Priced, computing_seconds, over_stages
 from wlb.sharding.pieces import Shards
@@ -146,6 +146,23 @@ class Steps(StepSeconds):
         split = self.operations and self.costs.job.splits_backward
         return self._of_weights(self.costs.rank.weight_seconds) if split else super().weights
 
+    @cached_property
+    def where(self) -> dict[str, Array]:
+        where, saved = super().where, self._saved_by_products.mean(axis=(1, 2))  # computing, and no idle time of stages
+        return where | {"compute": where["compute"] - saved, "bubbles": where["bubbles"] + saved}
+
+    @cached_property
+    def _saved_by_products(self) -> Array:
+        """Seconds of computing that weight parts save in the products of others; shape (steps, pp, dp)."""
+        (steps, dp, *_), pp = self.stages.backward.shape, self.costs.layout.pp
+        if not self.operations or not self.costs.job.splits_backward:
+            return np.zeros((steps, pp, dp))
+        times, weights = self.pipelines, np.broadcast_to(self.weights, self.stages.backward.shape)
+        rows = np.flatnonzero([one.kind == WEIGHT for one in times.operations])
+        stage, micro_batch = np.array([times.operations[row][:2] for row in rows]).T
+        saved = weights[:, :, stage, micro_batch] - np.moveaxis(times.seconds[rows], 0, -1)
+        return np.stack([saved[:, :, stage % pp == rank].sum(axis=2) for rank in range(pp)], axis=1)
+
     def _of_weights(self, price: Callable[..., Array]) -> Array:
         blocks, head = (self._together(price(self.shards.tokens, part)) for part in ("blocks", "head"))
         return self._over_stages(blocks, head)
@@ -210,7 +227,8 @@ class Steps(StepSeconds):
         All tensor-parallel ranks are the same.
         """
         of_stage = self._computed.sum(axis=3)
-        return np.stack([of_stage[:, :, mine].sum(axis=2) for mine in self.costs.layout.rank_stages], axis=1)
+        of_rank = np.stack([of_stage[:, :, mine].sum(axis=2) for mine in self.costs.layout.rank_stages], axis=1)
+        return of_rank - self._saved_by_products[..., None]
 
     @property
     def micro_batch_seconds(self) -> Array:
