@@ -54,7 +54,7 @@ def _verl(version: str) -> Peer:
 
     def partition(prepared: Any) -> Groups:
         prices, micro_batches = prepared
-        return partitions(prices, micro_batches, equal_size=False)
+        return partitions(prices, micro_batches, equal_size=False)  # type: ignore[no-any-return]
 
     return Peer(f"verl {version}, Karmarkar-Karp", prepare, partition, lambda groups: groups)
 

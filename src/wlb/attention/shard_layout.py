@@ -187,7 +187,8 @@ def _reached(table: Table, pieces: Table, window: int) -> Indices:
     following = np.searchsorted(pieces[:, 0] * span + pieces[:, 1], segment * span + stop)
     first = pieces[np.minimum(following, len(pieces) - 1)]
     in_segment = (following < len(pieces)) & (first[:, 0] == segment)
-    return np.where(in_segment, stop - np.maximum(start, first[:, 1] - window + 1), 0).clip(min=0)
+    reached: Indices = np.where(in_segment, stop - np.maximum(start, first[:, 1] - window + 1), 0).clip(min=0)
+    return reached
 
 
 def _keys_seen(own: Table, held: Table, window: int | None = None) -> tuple[Indices, Indices]:

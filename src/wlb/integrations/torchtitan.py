@@ -144,7 +144,8 @@ def _window(sizes: dict[str, Any]) -> int:
 def balance(config: BaseDataLoader.Config, **settings: Any) -> BalancedDataLoader.Config:
     """The training data loader as a ``BalancedDataLoader``; ``settings`` are the fields of its ``Config``."""
     set_up_gpu()
-    return derive(config, BalancedDataLoader.Config, **settings)
+    balanced: BalancedDataLoader.Config = derive(config, BalancedDataLoader.Config, **settings)
+    return balanced
 
 
 # The top-level field; the validator has its own data loader.
@@ -172,7 +173,8 @@ class LevelAttention(VarlenAttention):
         if scale is not None:
             q = q * (scale * q.shape[-1] ** 0.5)  # our attention scales by 1/sqrt(head_dim)
         rows = (tensor.flatten(0, -3) for tensor in (q, k, v))
-        return attention_masks(*rows, window=None if left < 0 else left + 1).unflatten(0, q.shape[:-2])
+        out: Tensor = attention_masks(*rows, window=None if left < 0 else left + 1).unflatten(0, q.shape[:-2])
+        return out
 
 
 class LevelTrainer(Trainer):
@@ -239,4 +241,5 @@ def level_steps(config: Trainer.Config, **settings: Any) -> LevelTrainer.Config:
     for _, inner, parent, name in config.model_spec.model.traverse((VarlenAttention.Config, FlexAttention.Config)):
         setattr(parent, name, LevelAttention.Config(window_size=getattr(inner, "window_size", (-1, 0))))
     dataloader = balance(config.dataloader, own_lists=True, **settings)
-    return derive(config, LevelTrainer.Config, dataloader=dataloader)
+    level: LevelTrainer.Config = derive(config, LevelTrainer.Config, dataloader=dataloader)
+    return level

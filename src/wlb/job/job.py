@@ -199,7 +199,8 @@ class Job:
     @property
     def head_shares(self) -> NDArray[np.float64]:
         """The share of the output head on each stage: all on the last, or none if it is dealt; shape (stages,)."""
-        return np.eye(self.layout.stages)[-1] * (not self.layout.deals_head)
+        shares: NDArray[np.float64] = np.eye(self.layout.stages)[-1] * (not self.layout.deals_head)
+        return shares
 
     def transfer_seconds(self, tokens: ArrayLike) -> Seconds:
         """Seconds to send the residual stream of ``tokens`` tokens to a neighbouring pipeline rank, in one message."""

@@ -104,7 +104,8 @@ class MixtureOfExperts(nn.Module):
     def _computed(self, rows: Tensor, counts_E: Tensor) -> Tensor:
         """The outputs of the experts for ``rows`` in the order of experts, ``counts_E`` of each."""
         if self.group is None:
-            return self.experts(rows, counts_E)
+            alone: Tensor = self.experts(rows, counts_E)
+            return alone
         send, receive, arriving = exchanged_counts(counts_E, self.group)
         # By source, then expert; the order of the results must not depend on who was first.
         expert = torch.arange(arriving.shape[1], device=rows.device).repeat(len(arriving))
@@ -134,7 +135,8 @@ class GroupedExperts(nn.Module):
         if _can_group(rows, w1):
             ends = counts.cumsum(0).to(torch.int32)
             hidden = F.silu(F.grouped_mm(rows, w1, offs=ends)) * F.grouped_mm(rows, w3, offs=ends)
-            return F.grouped_mm(hidden, w2, offs=ends)
+            out: Tensor = F.grouped_mm(hidden, w2, offs=ends)
+            return out
         parts = zip(rows.split(counts.tolist()), w1, w2, w3, strict=True)
         return torch.cat([(F.silu(x @ one) * (x @ three)) @ two for x, one, two, three in parts])
 

@@ -123,7 +123,8 @@ class Transformer(nn.Module):
     def scores(self, x_TD: Tensor) -> Tensor:
         """The scores (T, V) that the head of this module gives the stream (T, D) after the last block."""
         assert self.head is not None, "this module holds no head"
-        return self.head(x_TD, *self.tied_VD)
+        scores_TV: Tensor = self.head(x_TD, *self.tied_VD)
+        return scores_TV
 
     @property
     def tied_VD(self) -> tuple[Tensor, ...]:
@@ -157,7 +158,8 @@ class Block(nn.Module):
             attend(*self.attention(self.attention_norm(x_TD), rotation), **window).flatten(-2)
         )
         routed = (routing,) if isinstance(self.feed_forward, MixtureOfExperts) else ()
-        return x_TD + self.feed_forward(self.feed_forward_norm(x_TD), *routed)
+        out_TD: Tensor = x_TD + self.feed_forward(self.feed_forward_norm(x_TD), *routed)
+        return out_TD
 
 
 class Attention(nn.Module):
@@ -194,7 +196,8 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(hidden, columns, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_TD)) * self.w3(x_TD))
+        out_TD: Tensor = self.w2(F.silu(self.w1(x_TD)) * self.w3(x_TD))
+        return out_TD
 
 
 class Head(nn.Module):
@@ -207,7 +210,8 @@ class Head(nn.Module):
         self.output = TiedOutput() if config.tied_embeddings else nn.Linear(shape.hidden, shape.vocab_size, bias=False)
 
     def forward(self, x_TD: Tensor, *tied_VD: Tensor) -> Tensor:
-        return self.output(self.norm(x_TD), *tied_VD)
+        scores_TV: Tensor = self.output(self.norm(x_TD), *tied_VD)
+        return scores_TV
 
 
 class TiedOutput(nn.Module):

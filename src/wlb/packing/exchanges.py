@@ -197,7 +197,8 @@ class Exchanges:
 
 def _sums(values: NDArray[Any], subsets: Indices) -> Prices:
     """The sum of ``values`` over each subset."""
-    return np.concatenate((values, _NOTHING)).take(subsets).sum(axis=0)  # -1 points to nothing
+    sums: Prices = np.concatenate((values, _NOTHING)).take(subsets).sum(axis=0)  # -1 points to nothing
+    return sums
 
 
 @lru_cache(maxsize=1024)

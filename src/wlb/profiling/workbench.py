@@ -86,7 +86,8 @@ class Workbench:
         rotation = self._rotation(self._positions[:tokens])
 
         def forward() -> Tensor:
-            return self._block(self._stream[:tokens].detach().requires_grad_(), rotation, attend)
+            out: Tensor = self._block(self._stream[:tokens].detach().requires_grad_(), rotation, attend)
+            return out
 
         # Parameters accumulate gradients from call to call, as over the micro-batches of a step.
         return Case(forward, lambda out: out.backward(self._grad_stream[:tokens]))

@@ -59,4 +59,5 @@ def _redrawn_rates(columns: NDArray[np.float64], places: NDArray[np.float64]) ->
     block_sums = ends[:, block:] - ends[:, :-block]  # of the block from every step on, around the end
     starts = (places[:, : -(-steps // block)] * steps).astype(np.int64)
     done, seconds = block_sums[:, starts].sum(axis=2)
-    return done / seconds
+    rates: NDArray[np.float64] = done / seconds
+    return rates

@@ -38,7 +38,8 @@ def clock_of(device: torch.device, on_cpu: Clock = WALL_TIME) -> Clock:
 
 
 def _recorded() -> torch.cuda.Event:
-    return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+    event: torch.cuda.Event = torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+    return event
 
 
 def _between(end: torch.cuda.Event, begin: torch.cuda.Event) -> float:

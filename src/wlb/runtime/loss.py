@@ -52,7 +52,8 @@ def token_losses(scores_TV: Tensor, labels_T: Tensor, *, chunk: int = CHUNK_ROWS
             _, (_, start) = compute_local_shape_and_global_offset(scores_TV.shape, mesh, placements)
             part = _Part(mesh.get_group(), start, mesh.get_local_rank() == 0, mesh.get_local_rank() == mesh.size() - 1)
         scores_TV = scores_TV.to_local()
-    return _CrossEntropy.apply(scores_TV, labels_T, chunk, overwrite, part)
+    losses_T: Tensor = _CrossEntropy.apply(scores_TV, labels_T, chunk, overwrite, part)
+    return losses_T
 
 
 class _Part(NamedTuple):

@@ -237,7 +237,8 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         if self._planned.stream is not None:
             self._planned.stream.forget(step.planned.documents)
         batches = tuple(replace(batch, loss_tokens=loss_tokens, ranks=ranks) for batch in step.batches)
-        return replace(step, batches=batches, loss_tokens=loss_tokens, wait_seconds=seconds)
+        found: RankStep[AnyBatch] = replace(step, batches=batches, loss_tokens=loss_tokens, wait_seconds=seconds)
+        return found
 
     def _loaded(self, planned: PlannedStep) -> tuple[RankStep[AnyBatch], int, int, int]:
         """The step, its labels on this rank, and marks of its plan and of the shards and operations of this rank."""

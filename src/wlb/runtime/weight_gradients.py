@@ -70,7 +70,8 @@ def _forward(layer: nn.Linear, gradients: WeightGradients, x: Tensor) -> Tensor:
     at_once = torch.compiler.is_compiling() or gradients.put_off is None
     if at_once or not (x.requires_grad and x.dim() > 1 and all(map(_is_plain, layer.parameters()))):
         return F.linear(x, weight, bias)
-    return _PutOff.apply(x, weight.detach(), bias if bias is None else bias.detach(), layer, gradients)
+    out: Tensor = _PutOff.apply(x, weight.detach(), bias if bias is None else bias.detach(), layer, gradients)
+    return out
 
 
 def _is_plain(weight: Tensor) -> bool:

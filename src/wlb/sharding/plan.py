@@ -110,7 +110,8 @@ def keeps_received(received: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDAr
     They keep them if no rank receives more than an even share of the ``tokens`` of the micro-batch (``received`` is the
     most of any rank): then memory does not grow with the group. Also takes arrays of many micro-batches.
     """
-    return np.asarray(received) <= -(-np.asarray(tokens) // cp_size)
+    kept: NDArray[np.bool_] = np.asarray(received) <= -(-np.asarray(tokens) // cp_size)
+    return kept
 
 
 def exchange_parts(exchanged: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDArray[np.int64]:
@@ -120,7 +121,8 @@ def exchange_parts(exchanged: ArrayLike, tokens: ArrayLike, cp_size: int) -> NDA
     ``MOST_PARTS``: every part costs passes over the results of queries. Also takes arrays of many micro-batches.
     """
     even = np.maximum(1, -(-np.asarray(tokens) // cp_size))
-    return np.clip(-(-np.asarray(exchanged) // even), 1, MOST_PARTS)
+    parts: NDArray[np.int64] = np.clip(-(-np.asarray(exchanged) // even), 1, MOST_PARTS)
+    return parts
 
 
 def owners(pieces: tuple[Table, ...]) -> NDArray[np.int64]:

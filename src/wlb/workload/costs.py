@@ -141,7 +141,8 @@ class Costs:
             return self._share * self.profile.piece_seconds(start, stop, phase)
         until_start, until_last, until_stop = self._whole(np.stack([start, stop - 1, stop]), phase)
         idle_queries = np.where(start > 0, -(stop - start) % QUERY_TILE, 0)
-        return until_stop - until_start + idle_queries * (until_stop - until_last)
+        seconds: Seconds = until_stop - until_start + idle_queries * (until_stop - until_last)
+        return seconds
 
     def drain_seconds(self, stops: ArrayLike, phase: Phase = "both") -> Seconds:
         """The kernel tail of a micro-batch whose longest piece attends keys up to ``stops`` (tokens).

@@ -373,7 +373,7 @@ def _continue_beside_a_damaged_one(directory: Path) -> tuple[list[str], list[str
         writing.save(step, {})
         writing.finish()
     damage(files.checkpoint_path(directory, 6), "flipped")
-    continuing.load()
+    continuing.load(files.complete_checkpoints(directory))
     files.hidden_path(files.checkpoint_path(directory, 9)).mkdir()  # left by a killed job
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:

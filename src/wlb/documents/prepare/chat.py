@@ -83,9 +83,10 @@ class ChatFormat:
         return checked if isinstance(checked, Reject) else Encoded(text, *tokenizer.encode_spans(text, spans))
 
     def _text(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = False) -> str:
-        return _compiled(self.template).render(
+        text: str = _compiled(self.template).render(
             messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.special_tokens)
         )
+        return text
 
 
 def as_messages(messages: Any) -> list[ChatMessage] | Reject:

@@ -117,7 +117,8 @@ Tokenizer: TypeAlias = BytesTokenizer | HuggingFaceTokenizer
 def _inside(positions: NDArray[np.int64], spans: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
     """Which of ``positions`` lie in one of ``spans``, in ascending order."""
     edges = np.array(spans, np.int64).reshape(-1)
-    return np.searchsorted(edges, positions, side="right") % 2 == 1
+    inside: NDArray[np.bool_] = np.searchsorted(edges, positions, side="right") % 2 == 1
+    return inside
 
 
 def load_tokenizer(source: str, end_token: str | None = None) -> Tokenizer:

@@ -250,7 +250,8 @@ class TokenStore:
                 f"{shard.prefix}.mask has the byte {flags.max()} in document {document}; "
                 "write 1 for labels and 0 for others"
             )
-        return flags.view(np.bool_)
+        labels: NDArray[np.bool_] = flags.view(np.bool_)
+        return labels
 
     def check_labels(self) -> None:
         """Raise ``UserError`` unless every store has a label after the first token of a document."""

@@ -162,7 +162,8 @@ def _short(number: int) -> str:
 def _thinned(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Means of groups of neighbours, at most ``_MOST_POINTS`` of them; the last group may be left out."""
     group = -(-len(values) // _MOST_POINTS)
-    return values[: len(values) // group * group].reshape(-1, group).mean(axis=1)
+    thinned: NDArray[np.float64] = values[: len(values) // group * group].reshape(-1, group).mean(axis=1)
+    return thinned
 
 
 def _whole(value: float) -> str:

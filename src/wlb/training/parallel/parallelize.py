@@ -105,7 +105,8 @@ def _compiled(forward: _BlockForward, backend: str) -> _BlockForward:
             # A tensor-parallel collective may still be filling it. Compiled code (torch 2.13) would run on it and give
             # a wrong gradient; a copy is complete.
             x_TD = x_TD.clone()
-        return compiled(x_TD, rotation, torch.compiler.disable(attend), *routing)
+        out: Tensor = compiled(x_TD, rotation, torch.compiler.disable(attend), *routing)
+        return out
 
     return run
 
@@ -129,7 +130,10 @@ def _recomputed(forward: _BlockForward, *, keep_attention: bool) -> _BlockForwar
     def run(x_TD: Tensor, rotation: Any, attend: Callable[..., Tensor], *routing: Any) -> Tensor:
         attend = partial(attend, cache=AttentionCache(computed_again=not keep_attention))
         # There is no dropout, so no random state that the second pass would have to find again.
-        return checkpoint(forward, x_TD, rotation, attend, *routing, use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = checkpoint(
+            forward, x_TD, rotation, attend, *routing, use_reentrant=False, preserve_rng_state=False
+        )
+        return out
 
     return run
 
