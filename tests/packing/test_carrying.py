@@ -11,7 +11,7 @@ from wlb.packing.packer import Pending
 
 def pending(lengths, workload="polynomial"):
     seconds = WORKLOADS[workload].document_seconds(lengths).tolist()
-    return [Pending(n, s, 0, Segment(i, 0, n), n) for i, (n, s) in enumerate(zip(lengths, seconds, strict=True))]
+    return [Pending(n, s, 0, Segment(i, 0, n)) for i, (n, s) in enumerate(zip(lengths, seconds, strict=True))]
 
 
 def placed_plainly(items, micro_batches, capacity):

@@ -73,8 +73,8 @@ class Trainer:
         self.runner = PipelineRunner(model.stages, job.layout, model.mesh, *runs)
         self.checkpointer = Checkpointer(config.checkpoint, checked.model, model.stages, model.optimizers)
         self.step, state = 0, None
-        if checked.saved is not None:
-            self.step, state = self.checkpointer.load()
+        if model.checkpoints:
+            self.step, state = self.checkpointer.load(model.checkpoints)
         elif config.model.pretrained is not None:
             PretrainedWeights(config.model.pretrained).load(*model.stages)
         self.planned = open_steps(

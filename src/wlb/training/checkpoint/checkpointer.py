@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from wlb.job.config import CheckpointConfig
 from wlb.models.transformer import TransformerConfig
-from wlb.runtime.collectives import gathered, on_every_rank
+from wlb.runtime.collectives import gathered
 from wlb.terminal import tell
 from wlb.training.checkpoint import files
 from wlb.training.checkpoint.files import check_model, model_record, newest_usable
@@ -92,16 +92,15 @@ class Checkpointer:
         if self._failure is not None:
             raise TrainingError(self._failure)
 
-    def load(self) -> tuple[int, dict[str, Any]]:
-        """Restore model and optimizers in place from the newest undamaged checkpoint of those that rank 0 finds.
+    def load(self, candidates: list[Path]) -> tuple[int, dict[str, Any]]:
+        """Restore model and optimizers in place from the newest undamaged one of ``candidates``.
 
         Returns its step and the loader's state. Newer ones are set aside. Raises ``UserError`` for another model, and
         if no checkpoint can be used.
         """
-        found = gathered(on_every_rank(lambda: files.candidates(self._config)))[0]
-        self._good = checkpoint = newest_usable(found, self._load)
-        assert checkpoint is not None, "there was one before the job started"
-        for newer in found[found.index(checkpoint) + 1 :] if dist.get_rank() == 0 else ():
+        self._good = checkpoint = newest_usable(candidates, self._load)
+        assert checkpoint is not None, "there are candidates"
+        for newer in candidates[candidates.index(checkpoint) + 1 :] if dist.get_rank() == 0 else ():
             files.set_aside(newer)
         manifest = files.read_manifest(checkpoint)
         return manifest["step"], manifest["loader"]
