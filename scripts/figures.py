@@ -33,6 +33,7 @@ RESULTS: dict[str, tuple[str, str, str | None]] = {
     **{name: (f"wlb_studies paper {name}", name, None) for name in _PAPER},
     "grid": ("wlb_studies paper grid", "grid", "rivals.png"),
     "convergence": ("wlb_studies paper convergence", "convergence", "convergence.png"),
+    "calibration": ("studies.benchmarks.calibration --draws 3 --steps 16", "calibration", None),
     "step_sizes": ("studies.benchmarks.step_sizes", "step_sizes", None),
 }
 _JOB = re.compile(r"llama3-(\w+)-(\w+)-(\d+)(?:-(\w+))?")  # of the grid
@@ -318,6 +319,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "sharding": partial(printed, "sharding", range(4), table=1),
     "kernel": partial(printed, "kernel", range(3)),
     "convergence": convergence,
+    "calibration": partial(
+        benchmark,
+        "calibration",
+        {
+            "attention x0.6": "attention 0.6x as long",
+            "1 of 32 GPUs 10% slow": "1 of 32 GPUs 10% slow",
+        },
+        {"Not calibrated": "{without:.1%}", "Calibrated": "{calibrated:.1%}", "Least possible": "{least:.1%}"},
+    ),
     "step-sizes": partial(
         benchmark,
         "step_sizes",
@@ -333,6 +343,7 @@ TABLES: dict[str, Callable[[], str]] = {
 PAGES = (
     "README.md",
     "docs/presets.md",
+    "docs/workload.md",
     *(f"studies/docs/{name}.md" for name in ("validate", "rivals", "paper")),
 )
 

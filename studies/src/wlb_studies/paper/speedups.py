@@ -6,7 +6,6 @@ so the paper's systems may use them too. A finished job is written to ``OUT/spee
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from wlb.simulate import SimulationResult
-from wlb.workload import hardware_preset
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, bars_of, stored
 from wlb_studies.paper import paper
 from wlb_studies.paper.bench import ASSUMED, SCHEDULE, Bench, Documents, corpus
@@ -47,7 +45,6 @@ FIXED: dict[str, tuple[str, dict[str, Any]]] = {
     f"{OURS}, whole documents": (OURS, {"packing": {"grouping": "even"}}),
     OURS: (OURS, {}),
 }
-_ROOMY = replace(hardware_preset("h100"), memory_bytes=1e14)  # so that no system packs for less memory than another
 Rows = dict[str, dict[str, float]]  # speedups of each job, by system
 
 
@@ -105,9 +102,7 @@ def _job(name: str, documents: Documents, settings: Settings) -> tuple[dict[str,
     """Speedups in own layouts and in the paper's, and the own layouts of Plain-4D and of ours."""
     bench = Bench(PAPER_JOBS[name], documents, settings.steps or _STEPS, settings)
     settings.on_progress(f"{name}, in its layout")
-    fixed = {
-        system: bench.speedup(bench.run(preset, hardware=_ROOMY, **said)) for system, (preset, said) in FIXED.items()
-    }
+    fixed = {system: bench.speedup(bench.run(preset, **said)) for system, (preset, said) in FIXED.items()}
     found = _own(bench, settings, name)
     own = {system: found[system].speedup(found[PLAIN]) for system in OWN}
     return own, fixed, [_layout(found[system]) for system in (PLAIN, OURS)]
