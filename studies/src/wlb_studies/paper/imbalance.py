@@ -58,8 +58,8 @@ def run(settings: Settings) -> Report:
         draw=partial(_draw, found),
         findings=_findings(plain, rates),
         notes=[
-            "model llama3-405b; assumed: 16 micro-batches a rank, 1F1B, WLB-LLM's thresholds; means over steps of the "
-            "slowest over the mean",
+            "model llama3-405b; assumed: 16 micro-batches a rank, 1F1B, no limit of memory, WLB-LLM's thresholds; "
+            "means over steps of the slowest over the mean",
             "the paper's 1.44 is the slowest GPU over the others, summed over a trace of unknown length",
             "documents cut at the window by the data loader, for all systems alike",
         ],
