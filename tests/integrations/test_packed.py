@@ -149,6 +149,7 @@ def test_what_holds_no_documents_and_what_a_stream_cannot_do_is_refused():
         (DOCUMENTS, {"calibrate": 2, "cp": 2, "rank": 0}, "calibrate cannot time shared"),
         (DOCUMENTS, {"calibrate": 2, "ep": 2, "own_lists": True, "dp": 2, "rank": 0}, "calibrate cannot time shared"),
         (DOCUMENTS, {"ep": 2}, "ep = 2 is for own_lists"),
+        (DOCUMENTS, {"own_list": True}, "own_list is not a setting; did you mean own_lists?"),
     ]
     for documents, settings, message in refused:
         with pytest.raises(UserError, match=message):

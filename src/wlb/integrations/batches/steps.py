@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from wlb.errors import UserError
+from wlb.errors import UserError, choose_from
+from wlb.job.config import PackingConfig
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits
 from wlb.runtime.steps import Settings
@@ -58,6 +60,9 @@ def balanced_job(
     neighbouring ranks that share the experts of ``model`` run the same ones. ``packing`` has options of the packer.
     ``lengths`` is None for a stream. Raises ``UserError`` for impossible settings.
     """
+    known = [*inspect.signature(balanced_job).parameters, *PackingConfig.model_fields]
+    if unknown := next((name for name in packing if name not in known), None):
+        raise UserError(f"{unknown} is not a setting; {choose_from(unknown, known)}")
     check_whole("micro_batches", micro_batches)
     if ep != 1 and not own_lists:
         raise UserError(f"ep = {ep} is for own_lists; other ranks run equally many micro-batches, so leave ep out")
