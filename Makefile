@@ -15,7 +15,7 @@ setup: $(VENV)/.installed
 
 # The demo needs less: neither Arrow and TensorBoard nor what tests are run with.
 $(VENV)/.demo: pyproject.toml studies/pyproject.toml constraints.txt
-	@echo '[0/4] installing torch, tokenizers and matplotlib into $(VENV), which takes a minute or two'
+	@test -f $(VENV)/.installed || echo '[0/4] installing torch, tokenizers and matplotlib into $(VENV), which takes a minute or two'
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@test -f $(VENV)/.installed || $(BIN)/pip install --no-compile --disable-pip-version-check \
 	  --constraint constraints.txt --editable . --editable ./studies torch safetensors tokenizers

@@ -1,5 +1,6 @@
 """TRL's SFTTrainer on instruction data with masked prompts, balanced, on one process or several.
 
+    pip install trl
     torchrun --standalone --nproc-per-node 2 examples/trl_sft.py
 
 The first quarter of every document is its prompt, which is read and not learnt.

@@ -96,7 +96,7 @@ def test_a_state_is_refused_on_other_settings_and_data(folder, tmp_path):
     refused: list[tuple[dict[str, dict[str, Any]], str]] = [
         ({"data": {"seed": 1}}, "data.seed = 0 and this run has 1"),
         ({"packing": {"method": "sequential"}}, "packing.method = 'balanced'"),
-        ({"data": {"seed": 1, "overlong": "drop"}}, r"overlong = 'split' and .* 'drop' \(1 more settings differ\)"),
+        ({"data": {"seed": 1, "overlong": "drop"}}, r"overlong = 'split' and .* 'drop' \(and 1 more setting\)"),
         ({"data": {"store": str(tmp_path / "store")}}, r"token store = .* start anew with another checkpoint\.dir"),
     ]
     for changes, named in refused:

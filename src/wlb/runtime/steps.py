@@ -30,6 +30,7 @@ from wlb.runtime.calibration import Calibration
 from wlb.runtime.collectives import gathered_rows
 from wlb.runtime.loss import IGNORE_LABEL
 from wlb.runtime.own_lists import names_ranks
+from wlb.terminal import number_of
 from wlb.token_count import check_whole
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ def check_settings(
         if name is not None and (kind in fixed or inside_step):
             where, remedy = ("", remedy) if kind in fixed else ("inside a step ", "save after whole steps")
             values = f"{name} = {saved.get(name)!r} and this run has {ours.get(name)!r}"
-            more = f" ({len(others)} more settings differ)" if others else ""
+            more = f" (and {number_of(len(others), 'more setting')})" if others else ""
             raise UserError(f"the state was saved {where}with {values}{more}; continue with the saved one, or {remedy}")
         changed |= {kind} if name is not None else set()
     return changed
