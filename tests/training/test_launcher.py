@@ -137,6 +137,13 @@ def test_ranks_do_not_outlive_torchrun(folder):
         wait_until(lambda: not any(is_running(rank) for rank in ranks))
 
 
+def test_under_torchrun_a_mistake_of_the_user_comes_without_our_calls(folder):
+    with forked(*TORCHRUN, endless(folder, dp=1)) as job:
+        _, err = job.communicate()
+    assert "UserError: 2 processes were started, but parallel.* asks for 1" in err
+    assert "wlb/training" not in err.replace(str(folder), "")
+
+
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_job_that_is_terminated_while_it_starts_says_so(folder, ranks):
     """It waits for its store: in the check before the start, or in its ranks."""

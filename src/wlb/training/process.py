@@ -65,6 +65,8 @@ def leave(error: BaseException) -> NoReturn:
         if recorded:
             from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
+            if status:  # torchrun prints all that is recorded
+                error.__traceback__ = error.__cause__ = None
             ErrorHandler().record_exception(error)
         elif status != TERMINATED_STATUS:
             tell(f"wlb: error: {error}" if status else "".join(traceback.format_exception(error)).rstrip())
