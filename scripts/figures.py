@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIRECTORY = ROOT / "studies" / "docs" / "results"
 IMAGES = ROOT / "studies" / "docs" / "images"
 WORK = ROOT / "results"  # where commands keep finished jobs, from which an interrupted run continues
-_PAPER = ("imbalance", "breakdown", "context-windows", "sharding", "kernel", "gains", "mixtures")
+_PAPER = ("imbalance", "table2", "breakdown", "context-windows", "sharding", "kernel", "gains", "mixtures")
 # Of each result: the command, its name there, and its picture in IMAGES.
 RESULTS: dict[str, tuple[str, str, str | None]] = {
     "validate": ("wlb_studies validate", "published", "published.png"),
@@ -316,6 +316,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rivals": rivals,
     "rivals-on-source": rivals_on_source,
     "imbalance": partial(printed, "imbalance", range(6)),
+    "table2": partial(printed, "table2", range(3)),
     "breakdown": partial(printed, "breakdown", range(4)),
     "context-windows": partial(printed, "context-windows", range(8)),
     "sharding": partial(printed, "sharding", range(4), table=1),

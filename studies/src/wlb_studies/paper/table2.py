@@ -47,7 +47,7 @@ def run(settings: Settings) -> Report:
         findings=_findings(results),
         notes=[
             "imbalance: heaviest over mean micro-batch, by the packer's prices; the paper uses measured latency",
-            f"planning is measured on this CPU, one thread; the solver stops after {_SOLVER_SECONDS:g} s, and plans "
+            f"planning is measured in CPU time of one thread; the solver stops after {_SOLVER_SECONDS:g} s, and plans "
             f"{_SOLVER_STEPS} steps",
             "WLB-LLM is Algorithm 1 with L_max 1.5 windows; the paper's L_max and thresholds are not published",
             "all methods are simulated in one job, sharded as in balanced, with prices of sharded documents",
