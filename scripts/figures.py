@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIRECTORY = ROOT / "studies" / "docs" / "results"
 IMAGES = ROOT / "studies" / "docs" / "images"
 WORK = ROOT / "results"  # where commands keep finished jobs, from which an interrupted run continues
-_PAPER = ("imbalance", "table2", "breakdown", "context-windows", "sharding", "kernel", "gains", "mixtures")
+_PAPER = ("speedups", "imbalance", "table2", "breakdown", "context-windows", "sharding", "kernel", "gains", "mixtures")
 # Of each result: the command, its name there, and its picture in IMAGES.
 RESULTS: dict[str, tuple[str, str, str | None]] = {
     "validate": ("wlb_studies validate", "published", "published.png"),
@@ -315,6 +315,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "ratios": ratios,
     "rivals": rivals,
     "rivals-on-source": rivals_on_source,
+    "speedups": partial(printed, "speedups", (0, 1, *range(3, 9))),
+    "largest": partial(printed, "speedups", (0, 2, 1), table=1, words=2),
+    "paper-layouts": partial(printed, "speedups", (0, *range(2, 11)), table=2),
     "imbalance": partial(printed, "imbalance", range(6)),
     "table2": partial(printed, "table2", range(3)),
     "breakdown": partial(printed, "breakdown", range(4)),
