@@ -98,11 +98,16 @@ _PLAIN = {
     ", unable to parse string as a number": "",
     "Extra inputs are not permitted": "is unknown",
     "Input should be": "must be",
+    "a valid integer, got a number with a fractional part": "a whole number",
     "a valid integer": "a whole number",
     "a valid number": "a number",
+    "a valid boolean, unable to interpret input": "true or false",
     "a valid boolean": "true or false",
     "a valid tuple": "a list",
     "a valid string": "text",
+    "Tuple should have": "must have",
+    " after validation": "",
+    "Input is not a valid path for <class 'pathlib.Path'>": "must be a path",
     "False, True": "false, true",
 }
 

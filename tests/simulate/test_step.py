@@ -147,6 +147,11 @@ def _divided(steps: Steps | LevelSteps) -> dict[str, float]:
     where = {cause: float(seconds[0]) for cause, seconds in steps.where.items()} | {"step": float(steps.seconds[0])}
     assert sum(where[cause] for cause in CAUSES) == pytest.approx(where["step"])
     assert where["compute"] == pytest.approx(steps.gpu_seconds.mean())
+    assert isinstance(steps, Steps)
+    busy = np.zeros(steps.costs.layout.pp)
+    for one, seconds in zip(steps.pipelines.operations, steps.pipelines.seconds[:, 0, 0], strict=True):
+        busy[one.stage % len(busy)] += seconds
+    assert steps.gpu_seconds[0, :, 0, 0] == pytest.approx(busy)
     assert steps.gpu_seconds.max() <= where["step"]
     assert where["bubbles"] + where["stages"] + where["micro-batches"] >= 0
     return where

@@ -242,7 +242,7 @@ def _in_range(path: Path, where: str, lengths: NDArray[np.integer[Any]], places:
 
 
 def _out_of_range(path: Path, where: str, place: int, length: int) -> UserError:
-    return UserError(f"{path}: {where} {place} is {length}; a document has 1 to {MOST_TOKENS} tokens")
+    return UserError(f"{path}: {where} {place} is {str(length)[:40]}; a document has 1 to {MOST_TOKENS} tokens")
 
 
 def _from_npy(path: Path, _: str | None) -> Lengths:

@@ -24,7 +24,7 @@ from wlb.documents.segments import Segment
 from wlb.documents.store.reader import TokenStore
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import Processes
-from wlb.integrations.batches.steps import balanced_job, checked_lengths, loop_settings
+from wlb.integrations.batches.steps import balanced_job, check_names, checked_lengths, loop_settings
 from wlb.integrations.document_fields import (
     Document,
     check_documents,
@@ -161,6 +161,7 @@ class PackedSteps(RankSteps[PackedBatch]):
             lengths, rows = _lengths_of(documents), cast(Sequence[Document], documents)
             tokens = hex(digest_of(marks_of_some(rows.__getitem__, lengths)))
             read = partial(_batch_of, documents, lengths)
+        check_names(settings, packed_batches)
         settings |= {"dp": processes.dp, "cp": cp, "own_lists": own_lists, "overlong": overlong}
         job = balanced_job(lengths, context_window, micro_batches, **settings)
         set_up_gpu(shares=job.layout.pool_size > 1)

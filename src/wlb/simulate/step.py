@@ -161,7 +161,8 @@ class Steps(StepSeconds):
         rows = np.flatnonzero([one.kind == WEIGHT for one in times.operations])
         stage, micro_batch = np.array([times.operations[row][:2] for row in rows]).T
         saved = weights[:, :, stage, micro_batch] - np.moveaxis(times.seconds[rows], 0, -1)
-        return np.stack([saved[:, :, stage % pp == rank].sum(axis=2) for rank in range(pp)], axis=1)
+        of_ranks = [np.isin(stage, np.arange(self.costs.layout.stages)[mine]) for mine in self.costs.layout.rank_stages]
+        return np.stack([saved[:, :, mine].sum(axis=2) for mine in of_ranks], axis=1)
 
     def _of_weights(self, price: Callable[..., Array]) -> Array:
         blocks, head = (self._together(price(self.shards.tokens, part)) for part in ("blocks", "head"))
@@ -204,7 +205,8 @@ class Steps(StepSeconds):
     def imbalance(self) -> dict[str, Array]:
         """Largest over mean computing of all GPUs, and of each kind of them; shape (steps,).
 
-        Context-parallel ranks are compared in each micro-batch, data-parallel and pipeline ranks over a step.
+        Context-parallel ranks are compared in each micro-batch, data-parallel and pipeline ranks over a step. Only
+        ``gpus`` and ``pp`` leave out the computing that joined weight gradients save.
         """
         groups, taken = self.micro_batch_seconds, self.stages.both.sum(axis=2) + self.heads
         return {

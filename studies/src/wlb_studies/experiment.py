@@ -5,6 +5,7 @@ Most pictures are ``grouped_bars``, often of a table's columns, or ``lines_over_
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -62,12 +63,14 @@ def stored(settings: Settings, name: str, find: Callable[[], Any], **asked: Valu
     """What ``find`` returns, in JSON, or what an earlier run with the same settings left of it in ``OUT/NAME.json``."""
     path = settings.out / f"{name}.json"
     asked |= {"lengths": settings.lengths, "steps": settings.steps, "seed": settings.seed}
-    if path.exists() and (found := json.loads(path.read_text(encoding="utf-8")))["asked"] == asked:
-        return found["found"]
-    found = {"asked": asked, "found": find()}
+    with suppress(OSError, ValueError, LookupError):  # there is none, or it was cut short, or is of earlier code
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        if kept["asked"] == asked:
+            return kept["found"]
+    found = find()
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found) + "\n", encoding="utf-8")
-    return found["found"]
+    path.write_text(json.dumps({"asked": asked, "found": found}) + "\n", encoding="utf-8")
+    return found
 
 
 @dataclass(frozen=True)

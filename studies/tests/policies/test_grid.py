@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from studies.tests.paper.test_reports import check_report
@@ -91,6 +92,9 @@ def test_source_code_fills_its_windows():
         lengths = rivals.documents_of(job, Settings())
         assert lengths.min() > 0
         assert lengths.sum() > 2 * job.batch_tokens
+        if job.source == "stdlib":  # heavy-tailed, as pre-training corpora are: that is why it is the default corpus
+            assert len(lengths) > 5000
+            assert lengths.max() > 50 * np.median(lengths)
 
 
 def test_source_code_comes_out_the_same(monkeypatch: pytest.MonkeyPatch):

@@ -17,7 +17,6 @@ from wlb.documents.prepare.raw_files import Reject
 from wlb.documents.prepare.sources import (
     CorpusShard,
     FileCorpus,
-    StdlibCorpus,
     stdlib_documents,
     stdlib_files,
     stdlib_root,
@@ -260,13 +259,6 @@ def test_files_are_source_and_prose_without_tests_or_packages():
     articles = stdlib_documents(root / "pydoc_data/topics.py")
     assert len(articles) > 50
     assert not any(article.lstrip().startswith(("'", "{")) for article in articles)
-
-
-@pytest.mark.exhaustive  # studies/tests/policies/test_grid.py reads all of it in the usual run
-def test_the_standard_library_is_heavy_tailed_as_corpora_are():
-    documents = [len(text) for batch in StdlibCorpus().batches() for text in batch]
-    assert len(documents) > 5000
-    assert max(documents) > 50 * sorted(documents)[len(documents) // 2]
 
 
 def test_conversations_are_read_from_json_and_parquet(tmp_path):

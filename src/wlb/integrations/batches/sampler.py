@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from wlb.errors import UserError
 from wlb.integrations.batches.processes import Processes
-from wlb.integrations.batches.steps import ItemsOfSteps, balanced_job, checked_lengths, loop_settings
+from wlb.integrations.batches.steps import ItemsOfSteps, balanced_job, check_names, checked_lengths, loop_settings
 from wlb.integrations.document_fields import marks_of_some
 from wlb.job.planner import PlannedStep
 from wlb.packing.plan import StepPlan
@@ -49,6 +49,7 @@ class PlannedBatchSampler:
         group: Any = None,
         **settings: Any,
     ) -> None:
+        check_names(settings, PlannedBatchSampler)
         self.lengths = checked_lengths(lengths)
         self.processes = Processes(rank, dp, cp, group)
         self.job = balanced_job(self.lengths, context_window, micro_batches, dp=self.processes.dp, cp=cp, **settings)

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -28,6 +28,15 @@ Item = TypeVar("Item")
 Lengths = NDArray[np.int64]
 
 _WINDOWS = 1.5  # context windows that fit into a micro-batch
+
+
+def check_names(settings: Iterable[str], function: Callable[..., Any]) -> None:
+    """Raise ``UserError`` for a keyword that neither ``function``, which calls ``balanced_job``, nor a packer has."""
+    parameters = [one for of in (function, balanced_job) for one in inspect.signature(of).parameters.values()]
+    known = {one.name: None for one in parameters if one.kind is not one.VAR_KEYWORD}
+    names = [*(known | dict.fromkeys(PackingConfig.model_fields)).keys() - {"self", "lengths"}]
+    if unknown := next((name for name in settings if name not in names), None):
+        raise UserError(f"{unknown} is not a setting; {choose_from(unknown, sorted(names))}")
 
 
 def balanced_job(
@@ -60,9 +69,6 @@ def balanced_job(
     neighbouring ranks that share the experts of ``model`` run the same ones. ``packing`` has options of the packer.
     ``lengths`` is None for a stream. Raises ``UserError`` for impossible settings.
     """
-    known = [*inspect.signature(balanced_job).parameters, *PackingConfig.model_fields]
-    if unknown := next((name for name in packing if name not in known), None):
-        raise UserError(f"{unknown} is not a setting; {choose_from(unknown, known)}")
     check_whole("micro_batches", micro_batches)
     if ep != 1 and not own_lists:
         raise UserError(f"ep = {ep} is for own_lists; other ranks run equally many micro-batches, so leave ep out")

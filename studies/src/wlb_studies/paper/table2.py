@@ -4,6 +4,7 @@ import numpy as np
 
 from wlb.documents.segments import Segment
 from wlb.job.config import NO_BOUND
+from wlb.terminal import number_of
 from wlb_studies.experiment import Column, Finding, Report, Settings, Table, Value, bars_of
 from wlb_studies.packing import MethodResult, compare_packer, packer_for
 from wlb_studies.paper import paper
@@ -19,9 +20,9 @@ _JOB = PAPER_JOBS["7b-128k"].under("balanced")
 # By name in ``wlb_studies.paper.paper.TABLE_2``; ours by name in ``wlb-studies packing``.
 METHODS = {
     "sequential": "original packing",
-    **{f"fixed_greedy:{n}": f"fixed-length greedy, {n} global batches" for n in (1, 2, 4, 8)},
-    **{f"fixed_solver:{n}": f"fixed-length solver, {n} global batches" for n in (1, 2, 4)},
-    **{f"variable_length:{n}": f"WLB-LLM, {n} queues" for n in (1, 2, 3)},
+    **{f"fixed_greedy:{n}": f"fixed-length greedy, {number_of(n, 'global batch')}" for n in (1, 2, 4, 8)},
+    **{f"fixed_solver:{n}": f"fixed-length solver, {number_of(n, 'global batch')}" for n in (1, 2, 4)},
+    **{f"variable_length:{n}": f"WLB-LLM, {number_of(n, 'queue')}" for n in (1, 2, 3)},
     "balanced": "ours: no document waits",
 }
 
@@ -47,7 +48,7 @@ def run(settings: Settings) -> Report:
         findings=_findings(results),
         notes=[
             "imbalance: heaviest over mean micro-batch, by the packer's prices; the paper uses measured latency",
-            f"planning is measured in CPU time of one thread; the solver stops after {_SOLVER_SECONDS:g} s, and plans "
+            f"planning is measured in CPU time; the solver stops after {_SOLVER_SECONDS:g} s, and plans "
             f"{_SOLVER_STEPS} steps",
             "WLB-LLM is Algorithm 1 with L_max 1.5 windows; the paper's L_max and thresholds are not published",
             "all methods are simulated in one job, sharded as in balanced, with prices of sharded documents",
