@@ -43,6 +43,8 @@ def test_two_runs_are_compared(tmp_path: Path):
     page = measured_report(after, before)[0]
     charts = [attributes["id"] for name, attributes in read(page).elements if name == "svg"]
     assert charts == ["gain-chart", "steps-chart"]
+    of_steps = page[page.index('id="steps-chart"') :].partition("</svg>")[0]
+    assert all(f">{percent}</text>" in of_steps for percent in (0, 20, 40))  # the utilisation of 0.27 and of 0.41
     assert "1.50x" in page
 
 

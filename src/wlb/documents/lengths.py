@@ -221,16 +221,15 @@ def _parsed(text: str) -> int | str:
 
 def _integers(path: Path, where: str, numbered: Iterable[tuple[int, Any]], if_text: str = "") -> Lengths:
     """Check that all values are lengths; each comes with its place in the file."""
-    places, values = [], []
+    values = []
     for place, value in numbered:
         if type(value) is not int:  # bool is a subclass of int, but not a length
             advice = if_text if isinstance(value, str) and any(map(str.isalpha, value)) else ""
             raise UserError(f"{path}: {where} {place} is {str(value)[:40]!r}; a whole number is needed{advice}")
         if not 1 <= value <= MOST_TOKENS:  # before int64, which holds fewer values than int
             raise _out_of_range(path, where, place, value)
-        places.append(place)
         values.append(value)
-    return _in_range(path, where, np.array(values, np.int64), places)
+    return np.array(values, np.int64)
 
 
 def _in_range(path: Path, where: str, lengths: NDArray[np.integer[Any]], places: Sequence[int]) -> Lengths:
