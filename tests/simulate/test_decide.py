@@ -131,7 +131,7 @@ def all_choices(job: Job, lengths: np.ndarray) -> list[Job]:
 # `make test` tries two random jobs, `make test-all` six.
 @pytest.mark.parametrize("seed", [0, 3, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2, 4, 5))])
 def test_pools_fit_wherever_any_do_and_hardly_any_are_faster(seed: int):
-    """Of those that ``decide`` tries; numbers of micro-batches between them are up to 4% faster."""
+    """Other numbers of micro-batches, and whole documents in pools of another size, are up to 6% faster."""
     random = np.random.default_rng(seed)
     hardware = replace(hardware_preset("h100"), memory_bytes=float(random.choice([6e9, 12e9, 40e9])))
     pp, dp = int(random.choice([1, 2])), int(random.choice([2, 4]))
@@ -142,7 +142,7 @@ def test_pools_fit_wherever_any_do_and_hardly_any_are_faster(seed: int):
     found = decide(job, lengths)
     assert fits(found) == any(map(fits, choices))
     rates = [rate(one, lengths, 4, job.work_prices).work_rate for one in choices if fits(one)]
-    assert not rates or rate(found, lengths, 4, job.work_prices).work_rate >= 0.96 * max(rates)
+    assert not rates or rate(found, lengths, 4, job.work_prices).work_rate >= 0.94 * max(rates)
 
 
 @pytest.mark.parametrize("head", ["dealt", "last"])

@@ -87,7 +87,7 @@ def test_the_trainer_plans_by_a_measured_profile(folder):
         check_job(job(folder, training={"profile": str(folder / "none.json")}), 1)
 
 
-OTHER_SECTIONS = ("parallel", "evaluation", "checkpoint", "metrics", "model", "data", "training")
+OTHER_SECTIONS = ("evaluation", "checkpoint", "model", "data", "training")
 OTHER_PACKING = ("plain-4d", "fixed-4d", "wlb-llm")
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,11 +50,10 @@ def exchanged(job: Job, run: RankRun, dp: int, cp: int) -> Shards:
     return shards.map(lambda column: column[dp, mine, cp] if column.ndim == 3 else column[dp, mine])
 
 
-# Shipped jobs as they are repeat, over minutes, what a few layers show.
-SHIPPED = [
-    pytest.param((name,), (0,), id=name, marks=(pytest.mark.exhaustive, pytest.mark.timeout(7200)))
-    for name in ("7b_128k", "30b_128k", "70b_128k", "405b_128k")
-]
+def shipped(*names: str) -> list[Any]:
+    """Jobs as they are shipped, which repeat, over minutes, what a few layers show."""
+    marks = pytest.mark.exhaustive, pytest.mark.timeout(7200)
+    return [pytest.param((name,), (0,), id=name, marks=marks) for name in names]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ SHIPPED = [
         pytest.param((*LARGE, *ALONE, "training.activation_checkpointing=full"), (0,), id="no pipeline, full"),
         pytest.param((*LARGE, *INTERLEAVED), (0,), id="interleaved"),
         pytest.param(LEVEL, (0,), id="level steps on CPUs"),
-        *SHIPPED,
+        *shipped("70b_128k"),
     ],
 )
 def test_a_rank_holds_what_the_memory_model_says(settings, ranks):
@@ -107,12 +107,22 @@ def test_the_simulator_prices_the_bytes_that_ranks_receive(monkeypatch):
     assert received[KEYS_AND_VALUES] == pytest.approx(costs.rank.exchange_seconds(keys, job.layout.pool_size).sum())
 
 
-def test_no_rank_of_a_planned_pipeline_holds_more_than_the_job_may():
-    """In lists made for the step, with slices that keep keys and values, and late weight parts as memory allows.
+TIGHT = (
+    *(*OF_FOUR_LAYERS, "training.activation_checkpointing=none"),
+    *("training.memory_gib=8", "packing.rank_micro_batches=12"),
+)
 
-    The ends of the pipeline hold most.
-    """
-    tight = "training.memory_gib=8", "packing.rank_micro_batches=12"
-    job, runs = runs_of(*OF_FOUR_LAYERS, "training.activation_checkpointing=none", *tight, ranks=OF_EACH_STAGE[::3])
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        pytest.param(TIGHT, OF_EACH_STAGE[::3], id="both ends of a pipeline, which hold most"),
+        *shipped("7b_128k", "30b_128k", "405b_128k"),
+    ],
+)
+def test_no_rank_of_a_planned_pipeline_holds_more_than_the_job_may(settings, ranks):
+    """In lists made for the step, with slices that keep keys and values, and late weight parts as memory allows."""
+    job, runs = runs_of(*settings, ranks=ranks)
+    assert job.plans_operations
     assert job.slices_documents
     assert max(run.peak for run in runs.values()) <= predicted_memory(job).total
