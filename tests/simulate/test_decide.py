@@ -110,8 +110,11 @@ def test_a_large_global_batch_is_decided_on_by_a_part_of_it(global_batch, settin
 
 def test_so_many_documents_that_a_step_would_take_minutes_are_refused():
     job = simulated_job("tiny", 2**31 - 1, "plain-4d")
-    with pytest.raises(UserError, match=r"1 context windows of 2147483647 tokens .* some 2147483647 of these .* lower"):
+    said = r"1 context windows of 2147483647 tokens .* some 2147483647 of these .* lower"
+    with pytest.raises(UserError, match=said):
         StepPlanner(job, np.ones(1000, np.int64))
+    with pytest.raises(UserError, match=said):
+        decide(simulated_job("tiny", 2**31 - 1, "balanced"), np.ones(1000, np.int64))
 
 
 GROUPINGS: tuple[Grouping, ...] = ("even", "slices")

@@ -71,12 +71,7 @@ class StepPlanner(Iterator[PlannedStep]):
         pipeline: int | None = None,
     ) -> None:
         self._stream = DocumentStream(documents, job.data)
-        if (together := documents_together(job, documents)) > _MOST_DOCUMENTS:
-            raise UserError(
-                f"{job.packing.window * job.global_batch} context windows of {job.context_window} tokens are packed "
-                f"together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower the global batch, "
-                "packing.window or data.context_window"
-            )
+        check_documents_together(job, documents)
         self._stream.begin(first_epoch)
         if job.phases is not None:
             if not isinstance(documents, np.ndarray):
@@ -234,6 +229,16 @@ class StepPlanner(Iterator[PlannedStep]):
         fits &= len(plan.ranks) == (self._job.layout.pools if sliced else 1)
         fits &= sliced or not any(part.is_slice for part in plan.micro_batches)
         return fits and len(plan.micro_batches) == self._packer.micro_batches
+
+
+def check_documents_together(job: Job, lengths: DocumentLengths) -> None:
+    """Raise ``UserError`` if a step has so many documents that planning it would take minutes."""
+    if (together := documents_together(job, lengths)) > _MOST_DOCUMENTS:
+        raise UserError(
+            f"{job.packing.window * job.global_batch} context windows of {job.context_window} tokens are packed "
+            f"together, some {together} of these documents, over {_MOST_DOCUMENTS}; lower the global batch, "
+            "packing.window or data.context_window"
+        )
 
 
 def documents_together(job: Job, lengths: DocumentLengths) -> int:

@@ -29,7 +29,7 @@ from wlb.documents.store.reader import DocumentLengths
 from wlb.errors import UserError
 from wlb.job.job import Job
 from wlb.job.memory.fit import fits, fits_in_full, largest_factor, starving, too_large
-from wlb.job.planner import documents_together
+from wlb.job.planner import check_documents_together, documents_together
 from wlb.packing.options import Grouping
 from wlb.packing.plan import StepPlan
 from wlb.schedules.layout import dealt_blocks, divisors
@@ -85,10 +85,14 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False) -> Jo
 
     Pools are those given, or the fastest on documents of ``lengths``. Weights are kept if ``job.memory_limit`` allows
     it. L_max becomes the largest that it allows. ``lock_step`` excludes level steps, for loops with fixed
-    context-parallel groups. Raises ``UserError`` if given pools cannot run, if no pools can, or if L_max is "auto" and
-    memory does not hold one context window. Pools and an L_max that do not fit into memory are not refused.
+    context-parallel groups. Raises ``UserError`` if given pools cannot run, if no pools can, if a step has too many
+    documents, or if L_max is "auto" and memory does not hold one context window. Pools and an L_max that do not fit
+    into memory are not refused.
     """
-    jobs = [with_stages(one, lengths) for one in with_heads(job)] if len(lengths) else [job]
+    jobs = [job]
+    if len(lengths):
+        check_documents_together(job, lengths)
+        jobs = [with_stages(one, lengths) for one in with_heads(job)]
     if lock_step and job.levels_steps:
         raise UserError(
             "grouping = 'level' gives each rank its own number of micro-batches, which this loop cannot run; "
