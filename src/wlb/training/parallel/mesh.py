@@ -45,9 +45,13 @@ def build_mesh(layout: Layout, device_type: str) -> JobMesh:
         sizes = layout.pp, layout.dp_cp * layout.tp // layout.ep, layout.ep
         experts = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "efsdp", "ep"))
     heads = None
-    if layout.deals_head and work.get_local_rank("pp") in layout.head_stages:
+    if layout.deals_head:
         ranks = dist.get_process_group_ranks(work.get_group("pp"))
-        heads = dist.new_group([ranks[rank] for rank in layout.head_stages], use_local_synchronization=True)
+        dealt = [ranks[rank] for rank in layout.head_stages]
+        # A rank without a head makes a group of its own: members find each other by how many groups each has made.
+        members = dealt if dist.get_rank() in dealt else [dist.get_rank()]
+        group = dist.new_group(members, use_local_synchronization=True)
+        heads = group if len(members) > 1 else None
     mesh = JobMesh(work, work["dp", "cp"]._flatten("dp_cp"), experts, heads)
     # NCCL sets up a group in its first call, in which all ranks must take part. In a step it might be an exchange among
     # some of them, or of ranks that wait for each other elsewhere, so every group makes it here.
