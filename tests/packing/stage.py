@@ -12,6 +12,7 @@ class Prices:
 
     fixed: float = 1e-3  # of a micro-batch
     token: float = 1e-5
+    least: float = 0.0  # of a micro-batch
 
     def document_seconds(self, lengths: ArrayLike) -> NDArray[np.float64]:
         tokens = np.asarray(lengths)
@@ -21,4 +22,4 @@ class Prices:
         return np.asarray(self.fixed + 1e-7 * lengths, np.float64)
 
     def shared(self, lengths: NDArray[np.int64], ranks: int) -> NDArray[np.float64]:
-        return np.asarray(self.fixed + 1.05 * self.document_seconds(lengths) / ranks)
+        return np.maximum(self.least, self.fixed + 1.05 * self.document_seconds(lengths) / ranks)

@@ -28,7 +28,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], int, Prices, StageRanks]:
     ranks = draw(st.sampled_from([1, 2, 3, 4, 8, 12, 32]))
     speed = st.floats(0.5, 1.2) | st.sampled_from([1.0, 0.85])
     speeds = draw(st.none() | st.lists(speed, min_size=ranks, max_size=ranks).map(tuple))
-    prices = Prices(draw(st.sampled_from([0.0, 1e-3, 0.1])))
+    prices = Prices(draw(st.sampled_from([0.0, 1e-3, 0.1])), least=draw(st.sampled_from([0.0, 0.05, 1.0])))
     stage = StageRanks(ranks, draw(st.sampled_from(even_nodes(ranks))), speeds=speeds)
     capacity = draw(st.integers(1, 5000))
     lengths = draw(st.lists(st.integers(1, capacity * ranks), min_size=1, max_size=60))
@@ -47,6 +47,7 @@ def test_every_document_is_in_one_micro_batch_that_its_ranks_hold(step):
         tokens = sum(lengths[document] for document in group.documents)
         assert -(-tokens // len(group.ranks)) <= capacity
         assert len(group.ranks) == 1 or len(group.documents) == 1
+        assert group.seconds >= prices.least
         nodes = {rank // stage.per_node for rank in group.ranks}
         assert len(nodes) == -(-len(group.ranks) // stage.per_node)
     assert groups == level_groups(lengths, capacity, prices, stage)
@@ -101,6 +102,25 @@ def test_documents_are_shared_by_ranks_alike_in_speed(seed):
         for measure in (len, lambda members: (members / members.min() - 1).sum())
     )
     assert lost <= 0.02 * shared
+
+
+@pytest.mark.parametrize("least", [0.05, 0.2])
+@pytest.mark.parametrize("seed", range(4))
+def test_few_short_micro_batches_are_run_where_each_takes_a_least_time(least, seed):
+    lengths = np.random.default_rng(seed).lognormal(7, 1.5, 640).clip(16, 131_072).astype(int).tolist()
+    stage = StageRanks(32, 8)
+
+    def end(prices: Prices) -> float:
+        groups = level_groups(lengths, 16_384, prices, stage)
+        free, _ = ends([group._replace(seconds=max(group.seconds, least)) for group in groups], 32)
+        return float(free.max())
+
+    assert end(Prices(least=least)) < end(Prices())
+
+
+def test_a_document_goes_where_it_needs_no_new_micro_batch():
+    groups = level_groups([9000, 9000, 9000, 6000, 5000, 4000], 15_000, Prices(least=1.0), StageRanks(3, 1))
+    assert sorted(group.documents for group in groups) == [(0, 5), (1, 4), (2, 3)]
 
 
 def test_what_no_rank_can_do_in_time_is_shared_by_more():

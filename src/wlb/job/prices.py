@@ -66,6 +66,10 @@ class LevelPrices:
     def beginning(self, lengths: NDArray[np.int64]) -> Seconds:
         return self._drain(lengths) + self._rest[0]
 
+    @cached_property
+    def least(self) -> float:
+        return float(self.shared(np.array([1]), 1)[0])  # launching kernels, or reading weights
+
     def shared(self, lengths: NDArray[np.int64], ranks: int) -> Seconds:
         known = _shared_seconds(self.costs, ranks)
         if new := [length for length in dict.fromkeys(lengths.tolist()) if length not in known]:

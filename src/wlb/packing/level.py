@@ -7,7 +7,10 @@ would otherwise finish last. Shared documents are placed first, and short ones e
 1. Place the largest groups first, each on as few nodes as possible. Of all places where a group finishes in time, take
    the one where its ranks wait least for each other.
 2. A rank that is free before the rest of its group runs short documents meanwhile.
-3. Give each remaining document, longest first, to the rank that is free soonest, in one of its micro-batches.
+3. Give each remaining document, longest first, to the rank that is done first with it, in one of its micro-batches.
+
+A micro-batch of few tokens takes as long as launching its kernels, or reading its weights. So ranks begin one only
+where that time fits, and fill it before others begin theirs.
 
 Groups of exactly the size that documents need may leave ranks that nothing fills, such as 6 of 32 beside a group of 26.
 So the step is planned again with groups that fill nodes or divide one, and the faster plan is kept. If ranks still
@@ -24,7 +27,7 @@ whole ticks, so that all machines make the same plan.
 
 from bisect import bisect_left, bisect_right, insort
 from functools import lru_cache
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,6 +48,10 @@ class StagePrices(DocumentPrices, Protocol):
 
     Arrays in, arrays of the same shape out. ``document_seconds`` are those that each adds to a micro-batch of one rank.
     """
+
+    @property
+    def least(self) -> float:
+        """Seconds that a micro-batch of one rank takes at least, however few its tokens are."""
 
     def beginning(self, lengths: Integers) -> NDArray[np.float64]:
         """Further seconds of one-rank micro-batches, whose longest documents have ``lengths`` tokens."""
@@ -110,6 +117,7 @@ class _Step:
         self._even = 100 * int((sizes * ticks).sum()) // int(self._speeds.sum())
         full = np.array([max_tokens])
         self._full = int(in_ticks(prices.document_seconds(full) + prices.beginning(full))[0])
+        self._least = int(in_ticks(prices.least))
         shared, alone = np.flatnonzero(sizes > 1), np.flatnonzero(sizes == 1)
         alone = alone[np.lexsort((alone, lengths[alone]))]
         adds = in_ticks(prices.document_seconds(lengths[alone]))
@@ -175,24 +183,39 @@ class _Step:
 
     def _fill(self, rank: int, gap: int) -> None:
         """Give ``rank`` documents that fit into ``gap`` ticks, most expensive first."""
-        own = _OwnMicroBatches(self._max_tokens)
-        while (place := bisect_right(self._adds, gap) - 1) >= 0:
-            if not own.has_room(self._lengths[self._short[place]]):
+        own = _OwnMicroBatches(self._max_tokens, self._least)
+        while (place := bisect_right(self._adds, gap + own.spare) - 1) >= 0:
+            if not own.filled or own.room < self._lengths[self._short[place]]:
                 place = bisect_right(self._begins, gap) - 1
-                if place < 0:
+                if place < 0 or self._least > gap:
                     break
             gap -= self._give(place, own)
         self._run_alone(rank, own)
 
     def _deal_out(self) -> None:
-        """Give each remaining document, longest first, to the rank that is free first."""
+        """Give each remaining document, longest first, to the rank that is done first, in a micro-batch of its own."""
         speeds = self._speeds.tolist()
-        heap = [(free, rank) for rank, free in enumerate(self._free.tolist())]
-        heapify(heap)
-        own = [_OwnMicroBatches(self._max_tokens) for _ in heap]
+        own = [_OwnMicroBatches(self._max_tokens, self._least) for _ in speeds]
+        # When ranks are free, after one micro-batch of their own at least.
+        free = [when + _taken(self._least, speed) for when, speed in zip(self._free.tolist(), speeds, strict=True)]
+        ranks = [(when, rank) for rank, when in enumerate(free)]
+        heapify(ranks)
+        roomy = [*ranks]  # the same of ranks with room for the document, or with less by now
+        rooms: list[tuple[int, int]] = []  # of the others: tokens, negative, and the rank
         while self._short:
-            free, rank = heap[0]
-            heapreplace(heap, (free + _taken(self._give(-1, own[rank]), speeds[rank]), rank))
+            length, anew = self._lengths[self._short[-1]], max(self._least, self._begins[-1]) - self._adds[-1]
+            while rooms and -rooms[0][0] >= length:
+                rank = heappop(rooms)[1]
+                heappush(roomy, (free[rank], rank))
+            while ranks[0][0] < free[ranks[0][1]]:
+                heappop(ranks)
+            while roomy and (roomy[0][0] < free[roomy[0][1]] or own[roomy[0][1]].room < length):
+                heappop(roomy)
+            _, rank = roomy[0] if roomy and roomy[0][0] <= ranks[0][0] + anew else ranks[0]
+            begun = self._least * (not own[rank].filled)  # counted already
+            free[rank] += _taken(self._give(-1, own[rank]) - begun, speeds[rank])
+            heappush(ranks, (free[rank], rank))
+            heappush(rooms, (-own[rank].room, rank))
         for rank, micro_batches in enumerate(own):
             self._run_alone(rank, micro_batches)
 
@@ -204,33 +227,42 @@ class _Step:
     def _run_alone(self, rank: int, own: "_OwnMicroBatches") -> None:
         """Let ``rank`` run the micro-batches of ``own``, the longest last, as its backward hides the reduction."""
         for documents, ticks in sorted(own.filled, key=lambda micro_batch: micro_batch[1]):
-            self.groups.append(PlannedMicroBatch(tuple(documents), ticks / TICKS, (rank,)))
-            self._free[rank] += _taken(ticks, self._speeds[rank])
+            takes = max(self._least, ticks)
+            self.groups.append(PlannedMicroBatch(tuple(documents), takes / TICKS, (rank,)))
+            self._free[rank] += _taken(takes, self._speeds[rank])
 
 
 class _OwnMicroBatches:
-    """Micro-batches of one rank, filled by best fit; ``filled`` has the documents and the ticks of each."""
+    """Micro-batches of one rank, each of ``least`` ticks or more; ``filled`` has the documents, and their ticks."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, least: int) -> None:
         self.filled: list[tuple[list[int], int]] = []
-        self._max_tokens = max_tokens
+        self._max_tokens, self._least = max_tokens, least
         self._rooms: list[tuple[int, int]] = []  # free tokens, ascending, and the micro-batch
 
-    def has_room(self, length: int) -> bool:
-        return bool(self._rooms) and self._rooms[-1][0] >= length
+    @property
+    def spare(self) -> int:
+        """Ticks that an only micro-batch takes anyway, and that its documents do not fill."""
+        return max(0, self._least - self.filled[0][1]) if len(self.filled) == 1 else 0
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest document that needs no further micro-batch than the first."""
+        return self._rooms[-1][0] if self._rooms else self._max_tokens
 
     def put(self, document: int, length: int, adds: int, begins: int) -> int:
-        """Put ``document`` where it fits best; returns its ticks: ``adds``, or ``begins`` in a new micro-batch."""
-        if self.has_room(length):
+        """Put ``document``, of ``adds`` ticks or ``begins`` in a new one, where it fits best; returns what it adds."""
+        if self.filled and self.room >= length:
             room, index = self._rooms.pop(bisect_left(self._rooms, (length, 0)))
+            taken = max(self._least, self.filled[index][1])
         else:
-            room, index, adds = self._max_tokens, len(self.filled), begins
+            room, index, adds, taken = self._max_tokens, len(self.filled), begins, 0
             self.filled.append(([], 0))
         documents, ticks = self.filled[index]
         documents.append(document)
         self.filled[index] = documents, ticks + adds
         insort(self._rooms, (room - length, index))
-        return adds
+        return max(self._least, ticks + adds) - taken
 
 
 @lru_cache
