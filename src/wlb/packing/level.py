@@ -7,7 +7,8 @@ would otherwise finish last. Shared documents are placed first, and short ones e
 1. Place the largest groups first, each on as few nodes as possible. Of all places where a group finishes in time, take
    the one where its ranks wait least for each other.
 2. A rank that is free before the rest of its group runs short documents meanwhile.
-3. Give each remaining document, longest first, to the rank that is done first with it, in one of its micro-batches.
+3. Give each remaining document, longest first, to the rank that is free soonest, or to one that is free a little later
+   and has begun a micro-batch with room for it.
 
 A micro-batch of few tokens takes as long as launching its kernels, or reading its weights. So ranks begin one only
 where that time fits, and fill it before others begin theirs.
@@ -193,15 +194,15 @@ class _Step:
         self._run_alone(rank, own)
 
     def _deal_out(self) -> None:
-        """Give each remaining document, longest first, to the rank that is done first, in a micro-batch of its own."""
+        """Give each remaining document, longest first, to a rank that is free early, with room if possible."""
         speeds = self._speeds.tolist()
         own = [_OwnMicroBatches(self._max_tokens, self._least) for _ in speeds]
-        # When ranks are free, after one micro-batch of their own at least.
+        # When ranks are free, each with one micro-batch of its own at least.
         free = [when + _taken(self._least, speed) for when, speed in zip(self._free.tolist(), speeds, strict=True)]
         ranks = [(when, rank) for rank, when in enumerate(free)]
         heapify(ranks)
-        roomy = [*ranks]  # the same of ranks with room for the document, or with less by now
-        rooms: list[tuple[int, int]] = []  # of the others: tokens, negative, and the rank
+        roomy = [*ranks]  # the same of ranks that had room for the document when they were put here
+        rooms: list[tuple[int, int]] = []  # of the others: room in tokens, negative, and the rank
         while self._short:
             length, anew = self._lengths[self._short[-1]], max(self._least, self._begins[-1]) - self._adds[-1]
             while rooms and -rooms[0][0] >= length:
@@ -242,12 +243,12 @@ class _OwnMicroBatches:
 
     @property
     def spare(self) -> int:
-        """Ticks that an only micro-batch takes anyway, and that its documents do not fill."""
+        """Ticks of the least time that documents do not fill yet; 0 if there are several micro-batches."""
         return max(0, self._least - self.filled[0][1]) if len(self.filled) == 1 else 0
 
     @property
     def room(self) -> int:
-        """Tokens of the longest document that needs no further micro-batch than the first."""
+        """Tokens of the longest document that fits a micro-batch that was begun, or the first."""
         return self._rooms[-1][0] if self._rooms else self._max_tokens
 
     def put(self, document: int, length: int, adds: int, begins: int) -> int:
