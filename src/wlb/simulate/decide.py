@@ -91,7 +91,8 @@ def decide(job: Job, lengths: DocumentLengths, *, lock_step: bool = False) -> Jo
     """
     jobs = [job]
     if len(lengths):
-        check_documents_together(job, lengths)
+        if job.packing.is_balanced or job.layout.pp > 1:  # else no document is read here
+            check_documents_together(job, lengths)
         jobs = [with_stages(one, lengths) for one in with_heads(job)]
     if lock_step and job.levels_steps:
         raise UserError(
