@@ -28,8 +28,13 @@ def test_profile_writes_what_check_reads(tmp_path: Path):
     assert read_profile(out).machine == report["machine"]
     assert os.listdir(tmp_path) == ["profile.json"]
 
-    job = ("--context-window", "256", "--gpus", "1", "--steps", "1", "--systems", "plain-4d")
-    assert "profile tiny" in " ".join(printed("check", "synthetic:500:256:0", *job, "--profile", out).split())
+    job = ("--context-window", "256", "--steps", "1", "--systems", "plain-4d", "--profile", out)
+    check = ("check", "synthetic:500:256:0", *job)
+    assert "profile tiny" in " ".join(printed(*check, "--gpus", "1").split())
+    assert " in the given layout" in " ".join(
+        printed(*check, "--dp", "2", "--cp", "2", "--pp", "1", "--tp", "1").split()
+    )
+    assert "--tp 2: the profile has tp = 1; leave --tp out" in refusal(*check, "--tp", "2")
 
 
 def test_the_table_names_the_clock_and_the_crossover(tmp_path: Path):

@@ -87,7 +87,7 @@ Hardware = Annotated[
 ]
 Profile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Workload profile measured by wlb profile, instead of --model and --hardware."),
+    typer.Option(metavar="FILE", help="Costs measured by wlb profile, instead of those of --model and --hardware."),
 ]
 Settings = Annotated[
     list[str] | None,
@@ -196,10 +196,10 @@ class JobOptions:
         stated: dict[str, object] = {"model": self.model, "hardware": self.hardware}
         measured = None
         if self.profile is not None:
-            replaced = {"model", "cp", "tp"} if pinned else {"model", "cp"}
-            refuse_unused(context, replaced, "has no effect with --profile, which says it")
+            refuse_unused(context, {"model"}, "has no effect with --profile, which says it")
             measured = read_profile(self.profile)
-            sizes |= {"tp": measured.tp}
+            if sizes.setdefault("tp", measured.tp) != measured.tp:
+                raise UserError(f"--tp {self.tp}: the profile has tp = {measured.tp}; leave --tp out, or measure again")
             del stated["model"]
         if self.sharding is not None:
             sizes["weights"] = check_known("--sharding", self.sharding, ("kept", "gathered"))
