@@ -51,6 +51,12 @@ def test_values_out_of_range_are_refused(config, override):
     assert "\n" not in str(refusal.value)
 
 
+def test_dp_follows_from_the_processes_beside_sizes_that_count_all_ranks(config):
+    given = ['parallel.dp="auto"', "parallel.ep=4", "parallel.pool=4", "parallel.tp=2"]
+    found = load_config(config, given, auto_dp=lambda processes: 8 // processes)
+    assert (found.parallel.dp, found.parallel.ep, found.parallel.pool) == (4, 4, 4)
+
+
 def test_an_override_sets_one_setting(config):
     for more in ("data.seed=1\nshuffle = false", "training.seed=1\n[data]\nseed = 2"):
         with pytest.raises(

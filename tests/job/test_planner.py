@@ -343,6 +343,15 @@ def test_backwards_have_two_parts_only_where_the_runtime_can_put_one_off(changed
     assert {operation.kind for pipeline in lists for rank in pipeline for operation in rank} == {*kinds}
 
 
+def test_many_dropped_documents_do_not_bring_in_all_others():
+    data = DataConfig.model_validate(
+        {"store": "unused", "context_window": WINDOW, "overlong": "drop", "shuffle": False}
+    )
+    job = replace(Divided(1, 1, 2, "even").planner([1])._job, data=data)
+    step = next(StepPlanner(job, np.array([WINDOW + 1] * 640 + [5] * 9000)))
+    assert len(step.state["packer"]["arrived"]) < 1000
+
+
 @pytest.mark.parametrize(("dp", "per_rank", "windows"), [(1, 32, 2), (2, 16, 8), (4, 8, 1)])
 def test_micro_batches_of_slices_shorter_than_a_window_train_every_token_once(dp, per_rank, windows):
     data = DataConfig.model_validate({"store": "unused", "context_window": 4096, "seed": 4})

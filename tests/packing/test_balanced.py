@@ -12,13 +12,11 @@ import sys
 from itertools import accumulate
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.streams import SETTINGS, packer_for, streams
 from wlb.documents.lengths import read_lengths
-from wlb.documents.synthetic import sample_lengths
 from wlb.packing.registry import make_packer
 from wlb.workload import make_workload
 
@@ -142,16 +140,6 @@ def test_a_drain_takes_few_steps_and_balances_what_can_be_balanced():
     assert [plan.tokens for plan in packer.drain()] == [4096 * 3 + 64 * 60]
     packer.plan([64] * 200)
     assert max(plan.imbalance for plan in packer.drain()) < 1.02
-
-
-@pytest.mark.parametrize("kept", [0, 3, 5])
-def test_steps_that_are_taken_back_are_due_again(kept):
-    packer = realistic(4, max_length_factor=1.5)
-    plans = packer.plan(sample_lengths(1500, 4096).tolist())
-    packer.take_back(plans[kept:])
-    state = packer.state_dict()
-    assert state["ahead_tokens"] == sum(plan.tokens for plan in plans[:kept]) - kept * packer.global_batch_tokens
-    assert len(packer.plan(())) == pytest.approx(len(plans) - kept, abs=1)
 
 
 SCRIPT = """

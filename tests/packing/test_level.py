@@ -76,6 +76,14 @@ def test_ranks_are_done_together(ranks, per_node, seed):
     assert free.max() <= 1.01 * busy.mean()
 
 
+@pytest.mark.parametrize(("documents", "size"), [(3, 16), (7, 8), (30, 2)])
+def test_few_documents_share_all_ranks_at_the_same_time(documents, size):
+    """Groups as large as an even share do not fill nodes and would run one after another."""
+    groups = level_groups([32_768] * documents, 16_384, Prices(), StageRanks(64, 8))
+    assert [len(group.ranks) for group in groups] == [size] * documents
+    assert len({rank for group in groups for rank in group.ranks}) == documents * size
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("slow", "speed", "late"), [(1, 0.9, 1.01), (8, 0.85, 1.02), (1, 0.5, 1.02)])
 def test_slow_ranks_get_less_and_are_done_with_the_others(slow, speed, late, seed):

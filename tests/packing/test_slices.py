@@ -74,6 +74,14 @@ def test_what_has_no_room_is_left():
     assert [_tokens(one, [1000] * 5) for one in column] == [2000, 2000]
 
 
+def test_whole_documents_have_room_before_slices_are_even():
+    """Five documents in six micro-batches; all are dearer than a share."""
+    lengths = [1920, 2048, 1920, 2048, 1920]
+    (column,), left = sliced_pipelines(lengths, 1, 6, 2730, Prices())
+    assert not left
+    assert sorted(_tokens(one, lengths) for one in column) == [0, *sorted(lengths)]
+
+
 def test_slices_are_cut_again_where_micro_batches_hold_less_than_a_document():
     lengths = [20_000, 9_000, *[500] * 60]
     (column,), left = sliced_pipelines(lengths, 1, 12, 7_000, Prices())

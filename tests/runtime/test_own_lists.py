@@ -28,6 +28,7 @@ from wlb.integrations.packed import PackedSteps, packed_batches
 from wlb.packing.plan import MicroBatch, StepPlan
 from wlb.runtime import level_step, own_lists
 from wlb.runtime.own_lists import own_batches, unsharded_bytes
+from wlb.workload import make_workload
 
 RANDOM = np.random.default_rng(3)
 LENGTHS = [*RANDOM.integers(2, 40, 40), 256, 250, *RANDOM.integers(2, 40, 40)]
@@ -329,6 +330,12 @@ def test_mistakes_of_a_loop_are_said_in_a_line():
             packed_batches(DOCUMENTS, **sizes, dp=2, rank=0, pool=pool, preset="plain-4d")
     with pytest.raises(UserError, match=r"packing: max_length_factor = 0\.5 leaves no room for a document"):
         steps_of(dp=1)
+    for changed, message in (
+        ({"max_length_factor": "1.5"}, "max_length_factor = '1.5'"),
+        ({"workload": make_workload("tiny")}, "workload and phases do not have; leave these out, or own_lists"),
+    ):
+        with pytest.raises(UserError, match=message):
+            packed_batches(DOCUMENTS, **sizes, dp=2, rank=0, own_lists=True, **changed)
 
 
 def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():

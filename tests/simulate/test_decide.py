@@ -17,7 +17,7 @@ from wlb.packing.options import Grouping
 from wlb.simulate import simulate, simulated_job
 from wlb.simulate.decide import _LeastSeconds, decide
 from wlb.simulate.rate import rate
-from wlb.workload import hardware_preset
+from wlb.workload import hardware_preset, make_workload
 
 WINDOW = 32_768
 LENGTHS = read_lengths(f"synthetic:4000:{WINDOW}:0")
@@ -106,6 +106,23 @@ def test_a_large_global_batch_is_decided_on_by_a_part_of_it(global_batch, settin
     assert decided.rank_micro_batches == packing.get("rank_micro_batches", decided.rank_micro_batches)
     step = next(StepPlanner(decided, lengths).plans())
     assert abs(step.tokens - global_batch * 64) < 64
+
+
+def test_a_large_global_batch_keeps_the_l_max_that_is_given():
+    packing = {"global_batch": 300, "max_length_factor": 1.0, "grouping": "even"}
+    decided = decide(simulated_job("tiny", 64, "balanced", dp=8, packing=packing), np.full(1000, 60))
+    assert (decided.packing.max_length_factor, decided.global_batch) == (1.0, 300)
+
+
+def test_pools_of_a_pipeline_whose_weights_alone_do_not_fit_are_decided_too():
+    packing = {"global_batch": 8, "grouping": "even", "max_length_factor": 1.0}
+    job = simulated_job("llama3-70b", 2048, "balanced", pp=2, activation_checkpointing="full", packing=packing)
+    assert not fits(decide(job, np.full(100, 2048)))  # and a job says what it lacks
+
+
+def test_prices_that_level_steps_cannot_use_leave_them_out():
+    job = simulated_job("tiny", 64, "balanced", dp=4, packed_by=make_workload("tiny"))
+    assert decide(job, np.full(1000, 60)).packing.grouping == "even"
 
 
 def test_so_many_documents_that_a_step_would_take_minutes_are_refused():

@@ -63,7 +63,7 @@ def _with_decided_dp(document: dict[str, Any], auto_dp: Callable[[int], int] | N
             "parallel.dp = 'auto' follows from the number of started processes, and here none are; give a number: "
             "--set parallel.dp=N"
         )
-    alone = ParallelConfig.of(given | {"dp": 1}, "parallel")
+    alone = ParallelConfig.of(given | {"dp": 1, "pool": "auto", "ep": 1}, "parallel")  # those two count ranks of dp
     return document | {"parallel": given | {"dp": auto_dp(alone.layout.world_size)}}
 
 

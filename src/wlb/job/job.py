@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import gcd
+from math import ceil, gcd
 from pathlib import Path
 from typing import Literal, Self
 
@@ -22,7 +22,6 @@ from wlb.job.configured_shape import check_divisible, configured_shape, has_tied
 from wlb.job.prices import LevelPrices, Software
 from wlb.packing.options import Grouping
 from wlb.packing.plan import MicroBatch, StageRanks, StepPlan
-from wlb.packing.registry import PACKERS
 from wlb.schedules.layout import Layout, split_layers
 from wlb.schedules.operations import check_operations
 from wlb.settings import MOST_MICRO_BATCHES, MOST_RANKS
@@ -90,13 +89,14 @@ class Job:
     limit: MemoryLimit | None = None
     phases: DocumentPhases | None = None
     profile: WorkloadProfile | None = field(default=None, hash=False)  # it has a dict
-    packed_by: DocumentPrices | None = None
+    packed_by: DocumentPrices | None = field(default=None, hash=False)  # a caller's may have no hash
     speeds: tuple[float, ...] | None = None
     software: Software = field(default_factory=Software)
 
     def __post_init__(self) -> None:
         layout = self.layout
-        check_group_size(min(layout.pool_size, MOST_RANKS) if self.levels_steps else layout.pool_size)
+        if not self.levels_steps:
+            check_group_size(layout.pool_size, "cp" if layout.pool is None else "pool")
         split_layers(self.shape, layout)
         if self.levels_steps:
             self._check_level_steps()
@@ -174,7 +174,7 @@ class Job:
     @property
     def plans_operations(self) -> bool:
         """Whether the plan of a step has an operation list for every pipeline rank."""
-        by_default = self.layout.schedule == "auto" and PACKERS[self.packing.method].plans_operations
+        by_default = self.layout.schedule == "auto" and self.packing.is_balanced
         return self.layout.pp > 1 and (by_default or self.layout.schedule == "planned")
 
     @property
@@ -397,7 +397,7 @@ class Job:
             raise UserError(f"{given} cannot fill the pp = {layout.pp} pipeline stages; raise it")
         if self.step_micro_batches > most:
             lower = f"lower it to {most // layout.pools}"
-            remedy = lower if most >= layout.pools else "raise parallel.pool or packing.global_batch"
+            remedy = lower if most >= layout.pools * layout.pp else "raise parallel.pool or packing.global_batch"
             raise UserError(
                 f"{given} divides a global batch of {self.global_batch} context windows "
                 f"into {self.step_micro_batches} micro-batches, over {most}; {remedy}"
@@ -406,7 +406,7 @@ class Job:
             raise UserError(
                 f"max_length_factor = {factor:g} leaves no room for a global batch of "
                 f"{self.global_batch} context windows in {self.step_micro_batches} micro-batches; give at least "
-                f'{self.least_length_factor:g}, or "auto"'
+                f'{ceil(100 * self.least_length_factor) / 100:g}, or "auto"'
             )
 
     def _check_expert_groups(self) -> None:
@@ -436,6 +436,11 @@ class Job:
             )
         if not layout.keeps_weights:
             raise UserError("grouping = 'level' keeps gathered weights all step; leave weights = 'gathered' out")
+        if self.packed_by is not None or self.phases is not None:
+            raise UserError(
+                "level steps (own_lists) need prices of documents on any number of ranks, which workload and phases do "
+                "not have; leave these out, or own_lists"
+            )
 
     def measured(self, prices: tuple[float, float, float] | None, speeds: tuple[float, ...] | None) -> Self:
         """The same job with the results of ``wlb.runtime.calibration``; without prices it keeps its own.

@@ -100,10 +100,11 @@ class StepPlanner(Iterator[PlannedStep]):
             while self._packs_more() and (whole is None or self._divided(self._emitted[0]) is None):
                 plan = replace(plan, ranks=plan.ranks + self._emitted.popleft().ranks)
                 whole, waiting, state = self._divided(plan), self._waiting_documents(), self.state_dict()
+            whole = whole or self._divided(plan, limited=False)  # an odd document of a window may be left at the end
             if whole is None:
                 raise UserError(
-                    f"{len(list(plan.segments))} documents cannot be divided into micro-batches of up to "
-                    f"{self._job.max_tokens} tokens, one for each of dp = {self._job.layout.pools}; give more"
+                    f"{len([*plan.segments])} documents are too few for a micro-batch on each of "
+                    f"dp = {self._job.layout.pools} ranks; give more"
                 )
             plan = whole
         arranged = self._arranged(plan)
@@ -164,15 +165,16 @@ class StepPlanner(Iterator[PlannedStep]):
             self._feed()
         return True
 
-    def _divided(self, plan: StepPlan) -> StepPlan | None:
-        """``plan`` without empty micro-batches; None if it has too few documents for every rank."""
+    def _divided(self, plan: StepPlan, *, limited: bool = True) -> StepPlan | None:
+        """``plan`` without empty micro-batches, up to L_max if ``limited``; None if its documents make none."""
         if len(plan.ranks) == 1 and all(micro_batch.segments for micro_batch in plan.micro_batches):
             return plan
         dp, prices, segments = self._job.layout.pools, self._job.packing_prices, list(plan.segments)
         seconds, lengths = segment_seconds(prices, segments), [segment.length for segment in segments]
         for parts in (min(self._job.step_micro_batches, len(segments) // dp * dp), None):
             with suppress(UserError):  # raised if they do not fit
-                divided = balance(lengths, parts, self._job.max_tokens, parts_multiple_of=dp, costs=seconds)
+                most = self._job.max_tokens if limited else None
+                divided = balance(lengths, parts, most, parts_multiple_of=dp, costs=seconds)
                 mine = [(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided]
                 return replace(plan, ranks=(tuple(starmap(MicroBatch, mine)),))
         return None
@@ -203,7 +205,8 @@ class StepPlanner(Iterator[PlannedStep]):
             taken.append(segments := self._stream.take(documents))
             held = int(segments[:, 2].sum())
             tokens -= held
-            documents = max(_DOCUMENTS_AT_ONCE, tokens * documents // max(1, 2 * held))  # half of what is missing
+            half = tokens * documents // max(1, 2 * held)  # of what is missing
+            documents = max(_DOCUMENTS_AT_ONCE, min(half, 2 * documents))  # few of the last ones may have had tokens
         self._packer.take_in(np.concatenate(taken))
 
     def _arranged(self, plan: StepPlan) -> StepPlan:
@@ -214,8 +217,7 @@ class StepPlanner(Iterator[PlannedStep]):
         return arrange(plan, job.layout.pools, assignment=packing.assignment, order=packing.order, pipeline=job.layout)
 
     def _waiting_documents(self) -> set[int]:
-        _, documents = self._held_by_packer()
-        return documents.union(segment.document for plan in self._emitted for segment in plan.segments)
+        return self._held_by_packer()[1].union(segment.document for plan in self._emitted for segment in plan.segments)
 
     def _held_by_packer(self) -> tuple[dict[str, Any], set[int]]:
         """The state of the packer and the documents waiting in it; the same for all steps that it emits together."""

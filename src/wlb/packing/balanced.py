@@ -37,7 +37,6 @@ class BalancedPacker(Packer):
     """
 
     name = "balanced"
-    plans_operations = True
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -64,10 +63,6 @@ class BalancedPacker(Packer):
         super()._restore(state)
         self._carried = np.array(state["carried"], np.int64).reshape(-1, 4)
         self._ahead_tokens = state["ahead_tokens"]
-
-    def take_back(self, plans: Sequence[StepPlan]) -> None:
-        super().take_back(plans)
-        self._ahead_tokens += len(plans) * self.global_batch_tokens - sum(plan.tokens for plan in plans)
 
     def _tokens_wanted(self) -> int:
         return max(self._tokens_due(), self.global_batch_tokens - _tokens(self._carried))

@@ -93,6 +93,10 @@ def level_groups(
         sizes = best.sizes.copy()
         sizes[longest] = 2
         best = attempt(sizes)
+    if not best.is_even:  # smaller groups, which are whole nodes or divide one, so that more run at once
+        unit, held = ranks.per_node, np.maximum(1, -(-tokens // max_tokens))
+        fewer = np.where(needed >= unit, needed // unit * unit, unit // -(-unit // needed))
+        best = attempt(np.maximum(held, fewer))
     return [one._replace(ranks=ranks.of_groups(one.ranks)) for one in best.groups]
 
 
@@ -305,9 +309,8 @@ def _most(ranks: StageRanks) -> int:
 
 def _dividing(sizes: Integers, unit: int, ranks: StageRanks) -> Integers:
     """``sizes`` of groups, raised to whole multiples of ``unit`` ranks or, below that, to a divisor of ``unit``."""
-    whole = np.minimum(ranks.count, -(-sizes // unit) * unit)
-    raised = np.where(sizes > unit, whole, unit // np.maximum(1, unit // sizes))
-    return np.minimum(raised, np.maximum(sizes, MOST_RANKS // ranks.together))
+    raised = np.where(sizes > unit, -(-sizes // unit) * unit, unit // np.maximum(1, unit // sizes))
+    return np.minimum(raised, np.maximum(sizes, _most(ranks)))
 
 
 def _in_turn(sizes: Integers, ticks: Integers, ranks: StageRanks) -> Integers:

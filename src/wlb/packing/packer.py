@@ -53,7 +53,6 @@ class Packer(ABC):
 
     name: ClassVar[str]
     _cuts_documents: ClassVar[bool] = False  # then documents may have any length
-    plans_operations: ClassVar[bool] = False  # whether a pipeline runs operation lists planned for each step
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from wlb.packing.plan import Integers, PlannedMicroBatch
 from wlb.workload.base import TICKS, DocumentPrices, in_ticks
 from wlb.workload.costs import QUERY_TILE
 
-_SLACK = 0.05  # of the mean micro-batch: a slice may cost this much more before the document is cut once more
+_SLACK = 0.05  # of the mean micro-batch: what a slice may cost more before the document is cut once more
 
 
 def sliced_pipelines(
@@ -39,17 +39,22 @@ def sliced_pipelines(
     owners = into_lightest(tokens[falling].tolist(), ticks[falling].tolist(), [0.0] * pipelines, rooms)
     planned, left = [], falling[owners < 0].tolist()
     for mine in members_of(falling, owners, pipelines):
-        of_pipeline, without_room = _pipeline(mine, tokens[mine], ticks[mine], micro_batches, max_tokens, prices)
+        own = np.stack([mine, tokens[mine], ticks[mine]]), micro_batches, max_tokens, prices
+        of_pipeline, without_room = _pipeline(*own, _SLACK)
+        if without_room:  # as few slices as can be leave more room to whole documents
+            fewest = _pipeline(*own, micro_batches)
+            of_pipeline, without_room = min((of_pipeline, without_room), fewest, key=lambda one: tokens[one[1]].sum())
         planned.append(of_pipeline)
         left += without_room
     return planned, left
 
 
 def _pipeline(
-    documents: Integers, tokens: Integers, ticks: Integers, micro_batches: int, max_tokens: int, prices: DocumentPrices
+    own: Integers, micro_batches: int, max_tokens: int, prices: DocumentPrices, slack: float
 ) -> tuple[list[PlannedMicroBatch], list[int]]:
     """The micro-batches of one pipeline: slices of long documents, most expensive first, then whole documents."""
-    parts = _parts(ticks, tokens, micro_batches, max_tokens)
+    documents, tokens, ticks = own
+    parts = _parts(ticks, tokens, micro_batches, max_tokens, slack)
     slices: list[tuple[int, int, int]] = []  # document, start, stop
     left: list[int] = []
     for place in np.flatnonzero(parts > 1).tolist():
@@ -68,16 +73,17 @@ def _pipeline(
     return [PlannedMicroBatch(tuple(held.tolist()), load / TICKS, (), *one) for held, load, one in filled], left
 
 
-def _parts(ticks: Integers, tokens: Integers, micro_batches: int, max_tokens: int) -> Integers:
+def _parts(ticks: Integers, tokens: Integers, micro_batches: int, max_tokens: int, slack: float) -> Integers:
     """Number of slices of each document; all sliced documents together make at most ``micro_batches``.
 
     As few slices as keep each below the mean micro-batch and within ``max_tokens`` tokens. If these are too many, the
-    document whose slices would stay cheapest gets one less, and so on, as far as ``max_tokens`` allows.
+    document whose slices would stay cheapest gets one less, and so on, as far as ``max_tokens`` allows. A slice may
+    cost ``slack`` mean micro-batches more than one.
     """
     share = max(int(ticks.sum()) / micro_batches, 1)
     whole_tiles = max(QUERY_TILE, max_tokens // QUERY_TILE * QUERY_TILE)
     least = np.where(tokens <= max_tokens, 1, -(-tokens // whole_tiles))
-    parts = np.maximum(least, np.ceil(ticks / share - _SLACK).astype(np.int64))
+    parts = np.maximum(least, np.ceil(ticks / share - slack).astype(np.int64))
     while parts[parts > 1].sum() > micro_batches and len(fewer := np.flatnonzero(parts > least)):
         parts[fewer[np.argmin(ticks[fewer] / (parts[fewer] - 1))]] -= 1
     return parts

@@ -223,7 +223,9 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
             cpu = torch.device("cpu")
             rows = [row] if self._alone else gathered_rows(row, torch.int64, cpu, self._group).tolist()
         labels, plans, shards, groups, ends = zip(*rows, strict=True)
-        for what, made, firsts in (("steps", plans, [0] * len(rows)), ("shards", shards, map(groups.index, groups))):
+        first = {group: process for process, group in reversed([*enumerate(groups)])}
+        of_group = map(first.__getitem__, groups)
+        for what, made, firsts in (("steps", plans, [0] * len(rows)), ("shards", shards, of_group)):
             for process, other in enumerate(firsts):
                 if made[process] != made[other]:
                     same = "give all the same documents, settings and version of wlb"
@@ -249,7 +251,8 @@ class RankSteps(Iterator[RankStep[AnyBatch]], Generic[AnyBatch]):
         # Ranks have different micro-batches of one document in level steps. Equal plans give them equal shards, without
         # prices, which two machines may round differently.
         shared = [batch.attend.shard_plan for batch in batches if batch.attend]
-        compared = [one for one in shared if not names_ranks(plan) or len(one.segment_lengths) > 1]
+        of_some = names_ranks(plan)
+        compared = [one for one in shared if not of_some or len(one.segment_lengths) > 1]
         shards = [[table.tolist() for table in shard_plan.pieces] for shard_plan in compared]
         marks = digest_of((plan.step, of_ranks, tokens)), digest_of((shards, plan.operations))
         return RankStep(batches, 0, planned), sum(map(_labels, batches)), *marks

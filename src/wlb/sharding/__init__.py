@@ -171,10 +171,10 @@ def _priced(micro_batches: _Keys, cp_size: int, strategy: str, costs: Costs) -> 
     return shards
 
 
-def check_group_size(cp: int) -> None:
+def check_group_size(ranks: int, name: str = "cp") -> None:
     """Raise ``UserError`` for a size of context-parallel groups that is not supported."""
-    if not 1 <= cp <= MOST_RANKS:
-        raise UserError(f"cp = {cp} is not a group size; it must be from 1 to {MOST_RANKS}")
+    if not 1 <= ranks <= MOST_RANKS:
+        raise UserError(f"{name} = {ranks} is not a group size; it must be from 1 to {MOST_RANKS}")
 
 
 def _checked(document_lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -41,7 +41,7 @@ from wlb.simulate.filling import global_batches
 from wlb.simulate.rate import rate
 from wlb.simulate.step import Array, Steps
 from wlb.workload import Costs
-from wlb.workload.base import Checkpointing, DocumentPrices
+from wlb.workload.base import DocumentPrices
 
 _WINDOWS = 256  # of a step; for a larger global batch, a part of it decides
 _FILLINGS = (1, 1.5, 2, 2.5, 3, 4, 6)  # micro-batches of a pool for each of its pipeline ranks
@@ -142,7 +142,7 @@ class Packed:
     def __init__(self, micro_batches: Sequence[NDArray[np.int64]]) -> None:
         self._documents, self._count = np.concatenate(micro_batches), len(micro_batches)
         self._owner = np.repeat(np.arange(self._count), [*map(len, micro_batches)])
-        self._known: dict[tuple[Costs, Checkpointing], tuple[Array, Array]] = {}
+        self._known: dict[Costs, tuple[Array, Array]] = {}
 
     @classmethod
     def of_plan(cls, plan: StepPlan, *, whole: bool = False) -> Self:
@@ -154,17 +154,17 @@ class Packed:
 
         They are the same for all cp, pp and dp.
         """
-        key = job.costs, job.activation_checkpointing
-        if key not in self._known:
-            costs, again = job.costs, job.activation_checkpointing != "none"
+        costs = job.costs
+        if costs not in self._known:
+            again = costs.recomputed != "none"
             lengths, places = np.unique(self._documents, return_inverse=True)
             seconds = np.asarray(costs.attention_seconds(lengths))[places]
             attention, tokens = (np.bincount(self._owner, of, self._count) for of in (seconds, self._documents))
             exchanged = costs.tp_seconds(tokens) + costs.expert_seconds(tokens)
             blocks = attention + costs.blocks_seconds(tokens) + (2 + again) * exchanged
             blocks += again * costs.blocks_seconds(tokens, "forward")
-            self._known[key] = blocks, np.asarray(costs.head_seconds(tokens))
-        return self._known[key]
+            self._known[costs] = blocks, np.asarray(costs.head_seconds(tokens))
+        return self._known[costs]
 
 
 def fastest_first(
@@ -196,9 +196,9 @@ def fastest_first(
             continue
         on_popped(best)
         if best.rounds < 0:
-            found = ((max(bound, best.seconds), one) for bound, one in choices(job))
-            for seconds, one in found:
-                heappush(waiting, best._replace(seconds=seconds, rounds=0, number=next(number), job=one))
+            for bound, one in choices(job):
+                found = best._replace(seconds=max(bound, best.seconds), rounds=0, number=next(number), job=one)
+                heappush(waiting, found)
         elif best.rounds == 0 and not best.exceeds and not holds(job):
             if exceeding:
                 heappush(waiting, best._replace(exceeds=True))
@@ -281,6 +281,7 @@ def pool_choices(job: Job, lengths: DocumentLengths, *, lock_step: bool = False)
     """Every size of pools, number of micro-batches and grouping that ``job`` leaves open, with lower bounds."""
     packing, layout = job.packing, job.layout
     free = (packing.grouping, packing.rank_micro_batches) == ("auto", "auto") and not lock_step
+    free &= job.phases is None and job.packed_by is None  # which level steps cannot price
     sizes = [layout.cp * number for number in divisors(layout.dp)] if layout.pool is None else [layout.pool]
     sizes = [size for size in sizes if size % layout.ep_ranks == 0]
     if free and layout.pp == 1 and layout.keeps_weights and layout.dp_cp in sizes:
@@ -341,7 +342,7 @@ def _part_of(job: Job) -> Job:
         return job
     packing, pp = job.packing.changed(global_batch=job.global_batch // parts), job.layout.pp
     if not job.levels_steps:
-        packing = packing.changed(rank_micro_batches=max(1, job.rank_micro_batches // (parts * pp)) * pp)
+        packing = packing.changed(rank_micro_batches=-(-job.rank_micro_batches // (parts * pp)) * pp)
     return replace(job, packing=packing)
 
 

@@ -209,10 +209,8 @@ def meshes(space: SearchSpace) -> Iterator[Layout]:
         dp, rest = divmod(space.gpus, tp * cp * pp)
         if rest or not dp:
             continue
-        yield Layout(tp, cp, pp, dp)
-        if pp > 1:
-            for stages in sorted({*_STAGES_PER_RANK[1:], space.fixed.get("virtual_pp", 2)} - {1}):
-                yield Layout(tp, cp, pp, dp, virtual_pp=stages)
+        for stages in sorted({*_STAGES_PER_RANK, space.fixed.get("virtual_pp", 1)}) if pp > 1 else [1]:
+            yield Layout(tp, cp, pp, dp, virtual_pp=stages)
 
 
 def _layouts(space: SearchSpace, *, pooled: bool) -> Iterator[Layout]:
@@ -302,15 +300,12 @@ def _gains_little(job: Job, simulated: Iterable[Choice]) -> bool:
     if _turn(job) < 2:
         return False
     fastest = min((one.seconds for one in simulated), default=math.inf)
-    sizes, kind = (job.layout.tp, job.layout.pp), job.activation_checkpointing
-    alike = [
-        one.seconds
-        for one in simulated
-        if (one.job.layout.tp, one.job.layout.pp) == sizes
-        and one.job.activation_checkpointing == kind
-        and one.turn == 1
-    ]
-    return bool(alike) and min(alike) > fastest / (1 - _POOLS_FAR)
+
+    def kind(of: Job) -> tuple[int, int, str]:
+        return of.layout.tp, of.layout.pp, of.activation_checkpointing
+
+    alike = [one.seconds for one in simulated if one.turn == 1 and kind(one.job) == kind(job)]
+    return min(alike, default=0.0) > fastest / (1 - _POOLS_FAR)
 
 
 def _with_room(job: Job) -> Job:

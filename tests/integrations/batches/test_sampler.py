@@ -180,13 +180,22 @@ def test_torchdata_keeps_the_state_with_workers(workers: int):
         ({"epochs": 0}, "epochs = 0 is not a whole number >= 1"),
         ({"rank": 2}, "rank = 2 is not below dp x cp = 2"),
         ({"preset": "no"}, "preset 'no' is unknown"),
-        ({"lengths": [5, 5, 5], "dp": 4, "rank": 0}, "3 documents cannot be divided"),
+        (
+            {"lengths": [5, 5, 5], "dp": 4, "rank": 0},
+            "3 documents are too few for a micro-batch on each of dp = 4",
+        ),
         ({}, "dp x cp = 2, and rank is missing"),
     ],
 )
 def test_mistakes_are_one_line(settings: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         list(sampler(**settings))
+
+
+def test_an_odd_document_of_a_window_is_trained_in_the_last_step():
+    batches = [batch for rank in range(2) for batch in sampler([1024] * 41, micro_batches=2, rank=rank)]
+    assert sorted(chain(*batches)) == list(range(41))
+    assert [len(batch) for batch in batches].count(2) == 1
 
 
 CHANGES: list[dict[str, Any]] = [

@@ -75,7 +75,8 @@ def balanced_job(
     if own_lists:
         if cp != 1 or preset != "balanced" or pool is not None or "grouping" in packing:
             raise UserError("own_lists chooses cp, preset, pool and grouping itself; leave them out")
-        if (windows := packing.get("max_length_factor", _WINDOWS)) != "auto":
+        windows = packing.get("max_length_factor", _WINDOWS)
+        if isinstance(windows, int | float):
             windows *= dp  # L_max of all ranks together
         packing |= {"grouping": "level", "max_length_factor": windows}
     elif preset == "balanced" and packing.get("method", "balanced") == "balanced":

@@ -75,7 +75,7 @@ def starving(job: Job) -> float:
     layout, stages = job.layout, TokenMemory(job).stages[:: job.layout.pp]
     held = sum(share * (1 - chunk / layout.virtual_pp) for chunk, share in enumerate(stages))
     tokens = job.global_batch * job.context_window / job.step_micro_batches
-    return max(1.0, layout.pp * tokens * held / most_in_flight(job)[0])
+    return max(1.0, layout.pp * tokens * held / max(1, most_in_flight(job)[0]))
 
 
 class _Planned(NamedTuple):
