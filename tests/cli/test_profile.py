@@ -31,9 +31,7 @@ def test_profile_writes_what_check_reads(tmp_path: Path):
     job = ("--context-window", "256", "--steps", "1", "--systems", "plain-4d", "--profile", out)
     check = ("check", "synthetic:500:256:0", *job)
     assert "profile tiny" in " ".join(printed(*check, "--gpus", "1").split())
-    assert " in the given layout" in " ".join(
-        printed(*check, "--dp", "2", "--cp", "2", "--pp", "1", "--tp", "1").split()
-    )
+    assert " in the given layout" in " ".join(printed(*check, "--dp", "2", "--cp", "2", "--pp", "1").split())
     assert "--tp 2: the profile has tp = 1; leave --tp out" in refusal(*check, "--tp", "2")
 
 

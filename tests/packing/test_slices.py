@@ -82,6 +82,15 @@ def test_whole_documents_have_room_before_slices_are_even():
     assert sorted(_tokens(one, lengths) for one in column) == [0, *sorted(lengths)]
 
 
+def test_slices_stay_even_where_only_a_little_has_no_room():
+    """Fewer slices would have room for all, in micro-batches of up to 1.5 times the mean work."""
+    lengths = [426_341, *[6367] * 35]
+    (column,), left = sliced_pipelines(lengths, 1, 5, 131_072, Prices())
+    seconds = [_seconds(one, lengths) for one in column]
+    assert len(left) == 1
+    assert max(seconds) < 1.2 * np.mean(seconds)
+
+
 def test_slices_are_cut_again_where_micro_batches_hold_less_than_a_document():
     lengths = [20_000, 9_000, *[500] * 60]
     (column,), left = sliced_pipelines(lengths, 1, 12, 7_000, Prices())

@@ -330,12 +330,14 @@ def test_mistakes_of_a_loop_are_said_in_a_line():
             packed_batches(DOCUMENTS, **sizes, dp=2, rank=0, pool=pool, preset="plain-4d")
     with pytest.raises(UserError, match=r"packing: max_length_factor = 0\.5 leaves no room for a document"):
         steps_of(dp=1)
+    own = {**sizes, "dp": 2, "rank": 0, "own_lists": True}
+    assert packed_batches(DOCUMENTS, **own, max_length_factor=np.float32(1.5)).job.max_tokens == 2 * 384
     for changed, message in (
         ({"max_length_factor": "1.5"}, "max_length_factor = '1.5'"),
         ({"workload": make_workload("tiny")}, "workload and phases do not have; leave these out, or own_lists"),
     ):
         with pytest.raises(UserError, match=message):
-            packed_batches(DOCUMENTS, **sizes, dp=2, rank=0, own_lists=True, **changed)
+            packed_batches(DOCUMENTS, **own, **changed)
 
 
 def test_own_lists_choose_cp_and_preset_and_streams_have_them_too():

@@ -177,7 +177,8 @@ class JobOptions:
         ),
     ] = None
     micro_batch_tokens: Annotated[
-        int | None, number_of_tokens("Tokens of a micro-batch of your job, in whole windows; default: one window.")
+        int | None,
+        number_of_tokens("Tokens of your micro-batches, in whole windows; default: one, or the fastest for experts."),
     ] = None
     steps: Steps = None
 
@@ -192,7 +193,6 @@ class JobOptions:
         from wlb.workload.profile import read_profile
 
         sizes: dict[str, Any] = {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
-        pinned = self.gpus is None and sizes.keys() >= PINNED
         stated: dict[str, object] = {"model": self.model, "hardware": self.hardware}
         measured = None
         if self.profile is not None:
@@ -201,6 +201,7 @@ class JobOptions:
             if sizes.setdefault("tp", measured.tp) != measured.tp:
                 raise UserError(f"--tp {self.tp}: the profile has tp = {measured.tp}; leave --tp out, or measure again")
             del stated["model"]
+        pinned = self.gpus is None and sizes.keys() >= PINNED
         if self.sharding is not None:
             sizes["weights"] = check_known("--sharding", self.sharding, ("kept", "gathered"))
         if (checkpointing := cast(Checkpointing | None, self.recompute)) is not None:

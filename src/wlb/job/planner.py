@@ -166,12 +166,14 @@ class StepPlanner(Iterator[PlannedStep]):
         return True
 
     def _divided(self, plan: StepPlan, *, limited: bool = True) -> StepPlan | None:
-        """``plan`` without empty micro-batches, up to L_max if ``limited``; None if its documents make none."""
+        """``plan`` without empty micro-batches, up to L_max if ``limited``, or else as small as can be; or None."""
         if len(plan.ranks) == 1 and all(micro_batch.segments for micro_batch in plan.micro_batches):
             return plan
         dp, prices, segments = self._job.layout.pools, self._job.packing_prices, list(plan.segments)
         seconds, lengths = segment_seconds(prices, segments), [segment.length for segment in segments]
-        for parts in (min(self._job.step_micro_batches, len(segments) // dp * dp), None):
+        most = len(segments) // dp * dp
+        attempts: tuple[int | None, ...] = (min(self._job.step_micro_batches, most), None) if limited else (most,)
+        for parts in attempts:
             with suppress(UserError):  # raised if they do not fit
                 most = self._job.max_tokens if limited else None
                 divided = balance(lengths, parts, most, parts_multiple_of=dp, costs=seconds)

@@ -16,7 +16,8 @@ where that time fits, and fill it before others begin theirs.
 Groups of exactly the size that documents need may leave ranks that nothing fills, such as 6 of 32 beside a group of 26.
 So the step is planned again with groups that fill nodes or divide one, and the faster plan is kept. If ranks still
 finish unevenly, as with few documents, larger groups are tried: sizes at which one, two, three ... such groups in turn
-take as long as the mean rank, sizes that divide all ranks, and two ranks for the longest documents of a single rank.
+take as long as the mean rank, sizes that divide all ranks, two ranks for the longest documents of a single rank, and
+last smaller groups that fill nodes or divide one, so that more run at once.
 
 Every rank runs its micro-batches in the order of the plan. The first unfinished micro-batch can therefore always run,
 and ranks cannot deadlock.
@@ -93,7 +94,7 @@ def level_groups(
         sizes = best.sizes.copy()
         sizes[longest] = 2
         best = attempt(sizes)
-    if not best.is_even:  # smaller groups, which are whole nodes or divide one, so that more run at once
+    if not best.is_even:  # smaller groups, which fill nodes or divide one if they hold the document
         unit, held = ranks.per_node, np.maximum(1, -(-tokens // max_tokens))
         fewer = np.where(needed >= unit, needed // unit * unit, unit // -(-unit // needed))
         best = attempt(np.maximum(held, fewer))

@@ -41,7 +41,7 @@ def sliced_pipelines(
     for mine in members_of(falling, owners, pipelines):
         own = np.stack([mine, tokens[mine], ticks[mine]]), micro_batches, max_tokens, prices
         of_pipeline, without_room = _pipeline(*own, _SLACK)
-        if without_room:  # as few slices as can be leave more room to whole documents
+        if tokens[without_room].sum() > _SLACK * tokens[mine].sum():  # fewer slices leave more room to whole documents
             fewest = _pipeline(*own, micro_batches)
             of_pipeline, without_room = min((of_pipeline, without_room), fewest, key=lambda one: tokens[one[1]].sum())
         planned.append(of_pipeline)

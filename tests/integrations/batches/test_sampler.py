@@ -196,6 +196,9 @@ def test_an_odd_document_of_a_window_is_trained_in_the_last_step():
     batches = [batch for rank in range(2) for batch in sampler([1024] * 41, micro_batches=2, rank=rank)]
     assert sorted(chain(*batches)) == list(range(41))
     assert [len(batch) for batch in batches].count(2) == 1
+    batches = list(chain(*of_ranks([1024] * 55, ranks=8, dp=8, micro_batches=1, global_batch=7)))
+    assert max(map(len, batches)) == 2
+    assert sorted(chain(*batches)) == list(range(55))
 
 
 CHANGES: list[dict[str, Any]] = [

@@ -5,6 +5,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -64,10 +65,11 @@ def balanced_job(
 
     Documents are priced by ``workload``, by a measured ``profile`` (of ``wlb profile``), or by ``model`` (that of the
     profile, or "7b") on ``hardware``; ``phases`` are added. Micro-batches hold one context window on average and up to
-    L_max tokens (``max_length_factor`` windows, by default 1.5). ``pool`` regroups the dp x cp ranks into pools of so
-    many. With ``own_lists`` ranks run different numbers of micro-batches, and one rank holds L_max tokens; ``ep``
-    neighbouring ranks that share the experts of ``model`` run the same ones. ``packing`` has options of the packer.
-    ``lengths`` is None for a stream. Raises ``UserError`` for impossible settings.
+    L_max tokens (``max_length_factor`` windows, by default 1.5); in the last step up to two windows, if documents of
+    nearly a window do not divide among ranks otherwise. ``pool`` regroups the dp x cp ranks into pools of so many. With
+    ``own_lists`` ranks run different numbers of micro-batches, and one rank holds L_max tokens; ``ep`` neighbouring
+    ranks that share the experts of ``model`` run the same ones. ``packing`` has options of the packer. ``lengths`` is
+    None for a stream. Raises ``UserError`` for impossible settings.
     """
     check_whole("micro_batches", micro_batches)
     if ep != 1 and not own_lists:
@@ -76,7 +78,7 @@ def balanced_job(
         if cp != 1 or preset != "balanced" or pool is not None or "grouping" in packing:
             raise UserError("own_lists chooses cp, preset, pool and grouping itself; leave them out")
         windows = packing.get("max_length_factor", _WINDOWS)
-        if isinstance(windows, int | float):
+        if isinstance(windows, Real):
             windows *= dp  # L_max of all ranks together
         packing |= {"grouping": "level", "max_length_factor": windows}
     elif preset == "balanced" and packing.get("method", "balanced") == "balanced":
