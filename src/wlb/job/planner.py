@@ -171,12 +171,10 @@ class StepPlanner(Iterator[PlannedStep]):
             return plan
         dp, prices, segments = self._job.layout.pools, self._job.packing_prices, list(plan.segments)
         seconds, lengths = segment_seconds(prices, segments), [segment.length for segment in segments]
-        most = len(segments) // dp * dp
-        attempts: tuple[int | None, ...] = (min(self._job.step_micro_batches, most), None) if limited else (most,)
-        for parts in attempts:
+        most, limit = len(segments) // dp * dp, self._job.max_tokens if limited else None
+        for parts in (min(self._job.step_micro_batches, most), None) if limited else (most,):
             with suppress(UserError):  # raised if they do not fit
-                most = self._job.max_tokens if limited else None
-                divided = balance(lengths, parts, most, parts_multiple_of=dp, costs=seconds)
+                divided = balance(lengths, parts, limit, parts_multiple_of=dp, costs=seconds)
                 mine = [(tuple(segments[index] for index in part), float(seconds[part].sum())) for part in divided]
                 return replace(plan, ranks=(tuple(starmap(MicroBatch, mine)),))
         return None
