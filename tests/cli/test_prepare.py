@@ -69,6 +69,8 @@ def test_a_trained_tokenizer_can_be_used_again(tmp_path, corpus):
     assert str(saved) in json.loads(out)["files"]
     printed("prepare", corpus, "--out", tmp_path / "t", "--tokenizer", saved)
     assert (tmp_path / "s.bin").read_bytes() == (tmp_path / "t.bin").read_bytes()
+    printed("prepare", corpus, "--out", tmp_path / "s", "--tokenizer", saved, "--overwrite")
+    assert saved.exists()
 
 
 def test_stdlib(tmp_path, monkeypatch):
@@ -90,6 +92,7 @@ def test_shards_are_stores_that_a_glob_checks(tmp_path, corpus):
     with (corpus / "b.jsonl").open("a") as file:
         file.write('{"text": "three"}\n')
     command = ("prepare", corpus, "--out", tmp_path / "s", "--shard")
+    printed("prepare", corpus, "--out", tmp_path / "s-en", "--shard", "1/3")  # of another corpus
     assert f"Token store {tmp_path / 's-2-of-2'}" in printed(*command, "2/2")
     files = json.loads(printed(*command, "1/2", "--json"))["files"]
     assert [Path(file).name for file in files] == ["s-1-of-2.bin", "s-1-of-2.json", "s-1-of-2.idx"]

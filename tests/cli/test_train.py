@@ -62,7 +62,7 @@ def error_of(*arguments: object) -> str:
             {"parallel": {"dp": 4, "pp": 2}, "packing": {"method": "sequential"}},
             "packing.global_batch = 4 gives each rank 1 micro-batches",
         ),
-        ({"data": {"overlong": "error", "context_window": 64}}, "over data.context_window = 64"),
+        ({"data": {"overlong": "error", "context_window": 64}}, "over context_window = 64"),
         ({"training": {"device": "cuda"}}, "need a GPU each"),
     ],
 )

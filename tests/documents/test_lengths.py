@@ -50,14 +50,15 @@ def test_every_kind_of_file_gives_the_same(tmp_path, name):
         assert result.dtype == np.int64
         assert result.tolist() == lengths
         if name != "l.parquet":
-            (compressed := Path(f"{path}.gz")).write_bytes(gzip.compress(path.read_bytes()))
-            assert read_lengths(compressed).tolist() == lengths
+            for ending, compress in ((".gz", gzip.compress), (".zst", pa.Codec("zstd").compress)):
+                (compressed := Path(f"{path}{ending}")).write_bytes(compress(path.read_bytes()))
+                assert read_lengths(compressed).tolist() == lengths
 
     same()
 
 
 def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
-    for name, text in (("one.csv", "tokens\n3\n9\n"), ("l.jsonl", '3\n{"input_ids": [1,2]}\n')):
+    for name, text in (("one.csv", "tokens\n3\n9\n"), ("l.jsonl", '3\n{"input_ids": [1,2]}\n\n')):
         (tmp_path / name).write_text(text)
     assert read_lengths(tmp_path / "one.csv").tolist() == [3, 9]
     assert read_lengths(tmp_path / "l.jsonl").tolist() == [3, 2]
@@ -74,7 +75,7 @@ def test_other_ways_to_write_lengths(tmp_path, monkeypatch):
     assert read_lengths(tmp_path / "l.csv").tolist() == [3, 4]
     (tmp_path / "WINDOWS.TXT").write_text("5\r\n6\r\n", encoding="utf-8-sig")
     assert read_lengths(str(tmp_path / "WINDOWS.TXT")).tolist() == [5, 6]
-    monkeypatch.setattr("sys.stdin", io.StringIO("3\n9\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("\ufeff3\n9\n"))
     assert read_lengths("-").tolist() == [3, 9]
     monkeypatch.setattr("sys.stdin", io.StringIO("3\nx\n"))
     with pytest.raises(UserError, match="standard input: line 2 is 'x'"):

@@ -102,16 +102,16 @@ def test_epochs_seeds_and_stores_differ_in_order():
 
 
 def test_refuses_data_without_anything_to_train(monkeypatch):
-    with pytest.raises(UserError, match=r"document 1 has 11 tokens, over data\.context_window = 10"):
+    with pytest.raises(UserError, match=r"document 1 has 11 tokens, over context_window = 10"):
         stream_of([3, 11], overlong="error")
     with pytest.raises(UserError, match=r"nothing to train on .* 2 documents, all empty or dropped as longer than"):
         stream_of([0, 11], overlong="drop")
     with pytest.raises(UserError, match=r"nothing to train on .* 2 documents, all empty$"):
         stream_of([0, 0])
-    with pytest.raises(UserError, match="nothing to train on in token store store-1"):
+    with pytest.raises(UserError, match="nothing to train on in store-1"):
         mixture_of([([3], 1.0), ([0], 1.0)])
     monkeypatch.setattr("wlb.documents.order._CHECKED", 2)
-    with pytest.raises(UserError, match=r"document 6 has 12 tokens, over data\.context_window = 10"):
+    with pytest.raises(UserError, match=r"document 6 has 12 tokens, over context_window = 10"):
         stream_of([3, 0, 9, 1, 5, 5, 12, 40], overlong="error")
     assert taken_from(stream_of([0, 0, 0, 11, 0, 4], overlong="drop"), 6) == [Segment(5, 0, 4)]
 

@@ -74,6 +74,7 @@ def test_text_numbers_and_absent_fields_are_passed_over():
         ({"position_ids": [0, 1, 0, 1]}, "position_ids that do not count from 0"),
         ({"labels": [0.5, 1.0, 2.0, 3.0]}, "labels of type float64"),
         ({"input_ids": [IDS]}, r"input_ids of shape \(1, 4\)"),
+        ({"input_ids": [[1, 2], [3]]}, "rows of different lengths in input_ids"),
         ({"input_ids": []}, "has no tokens"),
         ({"input_ids": None, "text": "abc"}, "has no input_ids, only text; tokenise"),
     ],

@@ -177,7 +177,7 @@ def test_overlong_documents_and_the_limit_are_those_of_the_configuration(folder:
     assert scored({}, documents=5) == [(0, 1), (2, 5), (2, WINDOW), (2, WINDOW), (3, 1), (3, WINDOW), (4, WINDOW)]
     assert scored({"overlong": "truncate"}, documents=4) == [(0, 1), (2, WINDOW), (3, WINDOW)]
     assert scored({"overlong": "drop"}, documents=5) == [(0, 1), (4, WINDOW)]
-    with pytest.raises(UserError, match=r"document 2 has 261 tokens, over data.context_window = 128"):
+    with pytest.raises(UserError, match=r"document 2 has 261 tokens, over context_window = 128"):
         scored({"overlong": "error"})
 
 
@@ -194,7 +194,7 @@ def test_a_store_that_cannot_be_scored_stops_a_job_before_it_starts(folder: Path
     refused("large", r"evaluation.store .*large has a vocabulary of 100, but the model has 67")
     with TokenStoreWriter(tmp_path / "empty", vocab_size=VOCABULARY) as writer:
         writer.add(np.arange(0))
-    refused("empty", r"nothing to train on in token store .*empty")
+    refused("empty", r"nothing to train on in .*empty")
     unlabelled = write_held_out(tmp_path / "unlabelled")
     (tmp_path / "unlabelled.mask").write_bytes(bytes(unlabelled.tokens))
     refused("unlabelled", r"evaluation.store .*unlabelled has no labels, so it has no loss")

@@ -89,7 +89,7 @@ def prepare(
     from wlb.documents.prepare.chat import CHATML, ChatFormat
     from wlb.documents.prepare.sources import CorpusShard
     from wlb.documents.store.index import read_index
-    from wlb.documents.store.writer import check_target
+    from wlb.documents.store.writer import check_target, store_files
 
     chosen_shard = None if shard is None else CorpusShard.parse(shard)
     target = out
@@ -112,10 +112,11 @@ def prepare(
     chat_format = ChatFormat.of_tokenizer(tokenizer, chosen.special_tokens) if text.chat else None
     # Bytes cost less to tokenise than to send to another process.
     cores = workers or (1 if chosen.identity["kind"] == "bytes" else usable_cores())
+    own_tokenizer = store_files(target)[-2]  # of a store that is overwritten
     with _progress("tokenising") as on_progress:
         asked: dict[str, Any] = {
             "chat": chat_format,
-            "save_tokenizer": bpe_size is not None,
+            "save_tokenizer": bpe_size is not None or Path(tokenizer or "").resolve() == own_tokenizer.resolve(),
             "overwrite": overwrite,
             "on_progress": on_progress,
         }

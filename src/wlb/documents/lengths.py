@@ -165,7 +165,7 @@ def _json_rows(path: Path) -> list[Any]:
         if format_of(path) == ".json":
             values = json.loads(content)
         else:
-            for number, line in enumerate(content.splitlines(), 1):
+            for number, line in enumerate(content.rstrip().splitlines(), 1):
                 place = f": line {number}"
                 values.append(json.loads(line))
     except (ValueError, RecursionError) as error:
@@ -188,7 +188,7 @@ def _first_entry(content: bytes) -> Any:
 def _from_txt(path: Path, _: str | None) -> Lengths:
     try:
         if path == _STDIN:
-            text = sys.stdin.read()
+            text = sys.stdin.read().removeprefix("\ufeff")
         else:
             with opened(path) as file:
                 text = file.read().decode("utf-8-sig")
@@ -247,7 +247,7 @@ def _out_of_range(path: Path, where: str, place: int, length: int) -> UserError:
 def _from_npy(path: Path, _: str | None) -> Lengths:
     with opened(path) as file:
         try:
-            array = np.load(file, allow_pickle=False)
+            array = np.load(io.BytesIO(file.read()), allow_pickle=False)
         except (ValueError, EOFError):  # NumPy's own message suggests loading pickles, which would run code
             array = None
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
@@ -276,7 +276,7 @@ def _from_parquet(path: Path, column: str | None) -> Lengths:
                     found = f"{kind} values" + (", some of them null" if cells.null_count else "")
                     raise UserError(f"column {name!r} of {path} holds {found}; whole numbers are needed")
                 lengths.append(cells.to_numpy())
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
     whole = np.concatenate(lengths or [np.empty(0, np.int64)])
     return _in_range(path, "row", whole, range(len(whole)))

@@ -225,13 +225,13 @@ def check_trainable(lengths: Lengths, config: DataConfig, store: StoreSource | N
         if config.overlong == "error" and long.size:
             where = f" of {store}" if config.mixture else ""
             raise UserError(
-                f"document {first + long[0]}{where} has {chunk[long[0]]} tokens, over data.context_window = {window}; "
-                "raise it or set data.overlong = 'split'"
+                f"document {first + long[0]}{where} has {chunk[long[0]]} tokens, over context_window = {window}; "
+                "raise it or set overlong = 'split'"
             )
         found = found or bool(((chunk > 0) & (chunk <= limit)).any())
         if found and config.overlong != "error":
             return
     if not found:
-        dropped = f" or dropped as longer than data.context_window = {window}" * (config.overlong == "drop")
+        dropped = f" or dropped as longer than context_window = {window}" * (config.overlong == "drop")
         documents = number_of(len(lengths), "document")
-        raise UserError(f"nothing to train on in token store {store}: it has {documents}, all empty{dropped}")
+        raise UserError(f"nothing to train on in {store}: it has {documents}, all empty{dropped}")

@@ -138,7 +138,10 @@ def _may_be_input(value: Any) -> bool:
 
 
 def _numbers(value: Any, field: str, name: str) -> NDArray[np.int64]:
-    array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    try:
+        array = np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
+    except ValueError:
+        raise UserError(f"{name} has rows of different lengths in {field}; give one number for each token") from None
     if array.ndim != 1:
         raise UserError(f"{name} has {field} of shape {array.shape}; give one number for each token")
     if array.size and array.dtype.kind not in "iub":

@@ -105,6 +105,7 @@ def test_a_template_file_beside_the_tokenizer_comes_first(tmp_path):
             "special_token_in_message",
         ),
         ({"messages": CHAT}, "{{ raise_exception('no system message') }}", "refused_by_chat_template"),
+        ({"messages": CHAT}, "{{ messages[0].content.index('nowhere') }}", "refused_by_chat_template"),
         ({"messages": CHAT}, "{{ messages[-1].content }}", "rewritten_by_chat_template"),
     ],
 )

@@ -110,7 +110,7 @@ def test_a_corpus_without_documents_makes_no_store(tmp_path):
     (tmp_path / "d.jsonl").write_text('3\n{"content": "a", "id": 1}\n')
     with pytest.raises(
         UserError,
-        match="2 missing field; the first entry without the field 'text' has: content, id; choose one with --text",
+        match="1 missing field, 1 not text; the first entry without the field 'text' has: content, id; choose one",
     ):
         prepare_store(FileCorpus([tmp_path / "d.jsonl"]), tmp_path / "s", BytesTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["d.jsonl"]

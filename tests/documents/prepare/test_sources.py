@@ -118,7 +118,7 @@ def test_bad_lines_are_rejected_by_reason(tmp_path):
         b"[" * 100_000: Reject.BAD_JSON,
         b"9" * 10_000: Reject.BAD_JSON,
         b'{"body": "x"}': Reject.NO_FIELD,
-        b"[1]": Reject.NO_FIELD,
+        b"[1]": Reject.NOT_TEXT,
         b'{"text": 5}': Reject.NOT_TEXT,
         b'{"text": null}': Reject.NOT_TEXT,
         b'{"text": "last, without a newline"}': "last, without a newline",
@@ -268,3 +268,8 @@ def test_conversations_are_read_from_json_and_parquet(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
     for name in ("d.json", "d.parquet"):
         assert read(tmp_path / name, text_field="messages", chat=True) == chats
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    assert read(tmp_path / "d.jsonl", chat=True) == chats
+    invalid = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
+    pq.write_table(pa.table({"messages": invalid}), tmp_path / "bad.parquet")
+    assert read(tmp_path / "bad.parquet", text_field="messages", chat=True) == [Reject.UNDECODABLE]

@@ -104,6 +104,15 @@ def test_reads_out_of_range_are_refused(tmp_path, range_):
         store.read(*range_)
 
 
+@pytest.mark.parametrize("tokens", [[1.7, 2.9], [1.0, float("nan")], [True]])
+def test_tokens_are_whole_numbers(tmp_path, tokens):
+    with (
+        pytest.raises(UserError, match=r"tokens are of type (float64|bool); give whole numbers"),
+        TokenStoreWriter(tmp_path / "w", vocab_size=VOCAB) as writer,
+    ):
+        writer.add(tokens)
+
+
 def test_tokens_outside_the_vocabulary(tmp_path):
     for bad in (VOCAB, -1):
         with (

@@ -179,7 +179,7 @@ def prepare_shards(
                 on_progress(report.documents_in)
     reports.sort(key=lambda report: report.files)
     rejects = sum((Counter(report.rejects) for report in reports), Counter[str]())
-    if not any(report.documents_out for report in reports):
+    if len(todo) == count and not any(report.documents_out for report in reports):
         raise _nothing_left(corpus, rejects)
     return replace(
         reports[0],
@@ -192,7 +192,7 @@ def prepare_shards(
 
 def _check_number(prefix: Path, count: int) -> None:
     """Raise ``UserError`` if ``prefix`` has shards of another number, which a glob would train too."""
-    for path in prefix.parent.glob(f"{glob.escape(prefix.name)}-*-of-*.idx"):
+    for path in prefix.parent.glob(f"{glob.escape(prefix.name)}-[0-9]*-of-[0-9]*.idx"):
         if not path.stem.endswith(f"-of-{count}"):
             raise UserError(
                 f"{path} belongs to another number of shards than {count}; remove those shards, or choose another --out"

@@ -67,6 +67,7 @@ class ChatFormat:
             return Reject.SPECIAL_TOKEN  # it would end the turn in which it is quoted
         if not any(message["role"] == "assistant" for message in messages):
             return Reject.NO_ASSISTANT
+        _compiled(self.template)  # raises for an invalid template
         spans = []  # of characters: the assistant's turns
         try:
             text = self._text(messages)
@@ -77,7 +78,7 @@ class ChatFormat:
                     if not (text.startswith(said) and said.startswith(prompt)):
                         return Reject.REWRITTEN
                     spans.append((len(prompt), len(said)))
-        except (require("jinja2", "data").TemplateError, TypeError):
+        except (require("jinja2", "data").TemplateError, TypeError, ValueError, ArithmeticError, LookupError):
             return Reject.TEMPLATE
         checked = as_text(text)
         return checked if isinstance(checked, Reject) else Encoded(text, *tokenizer.encode_spans(text, spans))

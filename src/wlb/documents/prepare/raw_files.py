@@ -128,11 +128,18 @@ def read_parquet(
             groups = [group for group in range(count) if start <= size * group // count < end]
             for batch in file.iter_batches(_PARQUET_ROWS, groups, columns=[column]):
                 if document:
-                    yield from map(document, batch.to_pylist())
+                    yield from (_cell(cell, document) for cell in batch.column(0))
                 else:  # as bytes: text in Parquet may be invalid UTF-8, and one bad cell must not end the file
                     yield from map(utf8_text, batch.column(0).cast(arrow.large_binary()).to_pylist())
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
+
+
+def _cell(cell: Any, document: Callable[[Any], Any]) -> Any:
+    try:
+        return document(cell.as_py())
+    except UnicodeDecodeError:
+        return Reject.UNDECODABLE
 
 
 def choose_field(names: Collection[str]) -> str:
@@ -146,7 +153,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     try:
         with path.open("rb") as raw:
             if raw.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                raise UserError(f"{path} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {path} > NEW")
+                raise UserError(
+                    f"{path} is UTF-16; convert it first: iconv -f UTF-16 -t UTF-8 {shlex.quote(str(path))} > NEW"
+                )
             file: Any = raw
             if path.suffix.lower() == ".gz":
                 file = gzip.GzipFile(fileobj=raw)

@@ -141,8 +141,6 @@ class Corpus:
                 self._other_fields = self._other_fields or [*entry]
                 return Reject.NO_FIELD
             entry = entry[self._field]
-        elif not isinstance(entry, str):
-            return Reject.NO_FIELD
         return as_messages(entry) if self._chat else as_text(entry)
 
 

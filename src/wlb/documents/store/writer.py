@@ -150,6 +150,8 @@ class TokenStoreWriter:
                 f"document {self.documents + int(lengths.argmax())} has {lengths.max()} tokens; "
                 f"the format holds at most {MOST_TOKENS}; split the document"
             )
+        if tokens.size and tokens.dtype.kind not in "iu":
+            raise UserError(f"tokens are of type {tokens.dtype}; give whole numbers")
         if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocab_size):
             bad = tokens.min() if tokens.min() < 0 else tokens.max()
             raise UserError(
