@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -134,3 +135,13 @@ def test_a_shape_is_divided_by_tp_or_refused():
     for change, message in refused:
         with pytest.raises(UserError, match=message):
             tensor_parallel_shard(replace(TINY, **change), 4)
+
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA"), RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+@pytest.mark.parametrize("error", NO_MEMORY)
+def test_too_little_memory_is_said_with_the_remedy(error, monkeypatch):
+    monkeypatch.setattr("wlb.profiling.measure.Workbench", mock.Mock(side_effect=error))
+    with pytest.raises(UserError, match="too little memory for 256 tokens; lower --max-length"):
+        measure_profile(ProfileSettings(TINY, CPU, torch.float32, max_length=256, quick=True))

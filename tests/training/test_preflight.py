@@ -251,3 +251,7 @@ def test_a_job_trains_and_continues_at_the_length_it_decided_on(folder):
         said = _train(path, f"training.steps={steps}", f"training.memory_gib={memory}")
         assert f"micro-batches of up to {2 * WINDOW} tokens" in said
     assert [step["step"] for step in read_steps(folder)] == [1, 2, 3]
+
+
+def test_a_directory_that_cannot_be_looked_at_is_not_taken_for_one(tmp_path: Path):
+    preflight._check_could_write("metrics.dir", tmp_path / ("a" * 300) / "metrics")  # Path.exists would raise

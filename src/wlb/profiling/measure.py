@@ -164,7 +164,9 @@ def _measure(
         measured = measure_in_turns(
             {key: case for key, (case, _) in cases.items()}, settings.clock, rounds, on_progress
         )
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:  # OutOfMemoryError, or of a CPU
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
         raise UserError(
             f"too little memory for {settings.max_length} tokens; lower --max-length or raise --tp"
         ) from None

@@ -94,7 +94,8 @@ class Calibration:
         if (count := np.count_nonzero(found[..., 2] > 0)) >= LEAST_SAMPLES:
             self._timed.clear()
         elif not count:
-            waits = "ranks wait for others in the first, the last and shared ones; raise micro_batches"
+            waits = "ranks wait for others in the first, the last and shared ones"
+            waits += "; raise micro_batches, or in wlb train lower packing.max_length_factor"
             warn(f"calibrate = {self._every} found no micro-batch to time: {waits}", self._group)
         return self.update(found)
 

@@ -176,7 +176,7 @@ def _check_memory(job: Job, *, resumes: bool) -> None:
 def _check_could_write(name: str, directory: Path) -> None:
     """Raise ``UserError`` unless ``directory`` can be written, or made if it does not exist."""
     existing = directory.absolute()
-    while not existing.exists():
+    while not os.path.exists(existing):  # Path.exists raises where a directory may not be entered
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         what = "" if existing == directory.absolute() else f": {existing} is not a directory that can be written"

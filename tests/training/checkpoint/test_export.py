@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,9 @@ def _check_refusals(config: Path, folder: Path, capsys, monkeypatch) -> None:
     assert not (folder / "new").exists()
     assert _wlb(monkeypatch, "export", config, *new, "--step", 2) == 0
     assert "step 2, " in capsys.readouterr().out
+    shutil.rmtree(newest)
+    damage(folder / "checkpoints" / "step-00000002", "flipped")
+    assert re.search(r"is damaged: .* checksum; there is no other", said("--out", folder / "newer"))
 
 
 def test_the_tokenizer_that_was_trained_for_the_store_comes_along(tmp_path: Path, capsys, monkeypatch) -> None:

@@ -55,6 +55,13 @@ def test_truncated_and_missing_files_are_noticed_by_their_size(tmp_path, name, c
     shutil.rmtree(checkpoint)
 
 
+def test_a_file_that_a_disk_cannot_read_is_damage(tmp_path):
+    checkpoint = write_checkpoint(tmp_path, 3)
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint / MANIFEST).symlink_to("/proc/self/mem")
+    assert find_damage(checkpoint, contents=True) == "its content cannot be read: Input/output error"
+
+
 def test_readers_share_the_files(tmp_path):
     checkpoint = write_checkpoint(tmp_path, 3)
     for name in FILES:

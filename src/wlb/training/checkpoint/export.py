@@ -58,7 +58,8 @@ def export_checkpoint(config: JobConfig, out: Path, *, step: int | None, dtype: 
         except CheckpointException:
             damage = "it cannot be read"
     if damage is not None:
-        raise UserError(f"checkpoint {checkpoint} is damaged: {damage}; choose another --step, of {others}")
+        remedy = f"choose another --step, of {others}" if others else "there is no other"
+        raise UserError(f"checkpoint {checkpoint} is damaged: {damage}; {remedy}")
     files, settings = _companions(config)
     longest = max(config.data.context_window, settings.get("max_position_embeddings", 0))
     export_model(model, tensors, out, longest=longest, companions=files, more_config=settings)
@@ -78,7 +79,7 @@ def _chosen(config: CheckpointConfig, step: int | None) -> tuple[Path, str]:
     if not named:
         raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint; name another with --set checkpoint.dir=DIR")
     checkpoint = named[-1] if step is None else checkpoints.checkpoint_path(config.dir, step)
-    steps = ", ".join(str(checkpoints.step_of(path)) for path in named if path != checkpoint) or "none"
+    steps = ", ".join(str(checkpoints.step_of(path)) for path in named if path != checkpoint)
     if checkpoint not in named:
         raise UserError(f"checkpoint.dir {config.dir} holds no checkpoint of step {step}; choose one of {steps}")
     return checkpoint, steps

@@ -87,7 +87,7 @@ def find_damage(checkpoint: Path, *, contents: bool, share: tuple[int, int] = (0
             if contents and sums_of(checkpoint, [name])[name] != sums:
                 return f"its {name} does not have its checksum"
     except OSError as error:
-        return f"its {Path(error.filename).name} cannot be read: {error.strerror}"
+        return f"its {Path(error.filename or 'content').name} cannot be read: {error.strerror}"  # a read names no file
     except ValueError as error:
         return str(error)
     return None
