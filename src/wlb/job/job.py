@@ -296,10 +296,7 @@ class Job:
 
     @property
     def work_prices(self) -> DocumentPrices:
-        """The work of training a document, independent of system and layout: W_a + W_l of a single GPU.
-
-        From the profile if there is one.
-        """
+        """The work of training a document, independent of system and layout: W_a + W_l of a single GPU."""
         return self._phased(make_workload(self.shape, self.hardware, profile=self.profile))
 
     @property

@@ -51,10 +51,7 @@ class Software:
 
 @dataclass(frozen=True)
 class LevelPrices:
-    """The ``StagePrices`` of a pipeline stage; a micro-batch of one rank holds up to ``max_tokens`` tokens.
-
-    Ranks that share experts count as one.
-    """
+    """The ``StagePrices`` of a pipeline stage; a micro-batch of one rank holds up to ``max_tokens`` tokens."""
 
     costs: Costs
     max_tokens: int

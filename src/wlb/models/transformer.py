@@ -146,8 +146,7 @@ class Block(nn.Module):
         if shape.experts is None or not kind.routed:
             self.feed_forward = FeedForward(shape.hidden, shape.ffn_hidden)
         else:
-            columns = shape.experts.shared_hidden
-            shared = FeedForward(shape.hidden, columns) if columns else None
+            shared = FeedForward(shape.hidden, columns) if (columns := shape.experts.shared_hidden) else None
             self.feed_forward = MixtureOfExperts(shape.hidden, shape.experts, config.router, layer, shared)
 
     def forward(self, x_TD: Tensor, rotation: Rotation, attend: Attend, routing: Routing | None = None) -> Tensor:

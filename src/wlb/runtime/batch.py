@@ -53,12 +53,7 @@ class ShardedAttention:
         return replace(self, reexchanges=KVReexchanges(), layers=layers)
 
     def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: AttentionCache | None = None,
-        window: int | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, cache: AttentionCache | None = None, window: int | None = None
     ) -> Tensor:
         """From query (rows, heads, head_dim), key and value (rows, kv_heads, head_dim) to an output like the query.
 

@@ -58,8 +58,7 @@ class RouterLosses:
         wide = [
             logits[: batch.own_tokens].to(torch.promote_types(logits.dtype, torch.float32)) for logits in router_logits
         ]
-        counts = [counted(logits.topk(self._active).indices, logits.shape[-1]) for logits in wide]
-        together_LE = torch.stack(counts)
+        together_LE = torch.stack([counted(logits.topk(self._active).indices, logits.shape[-1]) for logits in wide])
         self._counts_LE = together_LE if self._counts_LE is None else self._counts_LE + together_LE
         if self._shares_LE is None:
             self._shares_LE = torch.full_like(together_LE, 1 / together_LE.shape[1], dtype=torch.float64)

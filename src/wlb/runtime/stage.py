@@ -33,13 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wlb.attention.slices import KeptSlices
 from wlb.errors import UserError
-from wlb.runtime.own_lists import (
-    Measuring,
-    complete_gradients,
-    end_backward,
-    gather_weights,
-    reduce_gradients,
-)
+from wlb.runtime.own_lists import Measuring, complete_gradients, end_backward, gather_weights, reduce_gradients
 from wlb.runtime.weight_gradients import WeightGradients
 from wlb.schedules.operations import FORWARD, HEAD, INPUT, WEIGHT, Operation, RankOperations, head_ranks
 from wlb.schedules.timing import in_dependency_order
@@ -173,8 +167,7 @@ class PlannedStage(PipelineStage):
     def _receive(self, buffers: dict[int, Tensor], micro_batch: int, sender: int) -> list[dist.P2POp]:
         if micro_batch in buffers:  # this rank sent it
             return []
-        buffer = self._stream.new_empty(self._token_counts[micro_batch], self._stream.shape[1])
-        buffers[micro_batch] = buffer
+        buffers[micro_batch] = buffer = self._stream.new_empty(self._token_counts[micro_batch], self._stream.shape[1])
         return [dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=sender)]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

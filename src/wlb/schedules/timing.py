@@ -4,8 +4,7 @@ Each rank runs its list of operations in order (``rank_operations``). An operati
 and its input has arrived: the forward of stage s waits for the forward of stage s - 1, a backward for the backward of
 stage s + 1 (on the last stage for its own forward, or for a dealt head, which waits for that), and the weight part of a
 backward for its input part. A weight part that follows another of its stage on the rank is in the same product, and
-takes less. A transfer from another rank takes ``transfer`` seconds, during which both ranks may
-compute.
+takes less. A transfer from another rank takes ``transfer`` seconds, during which both ranks may compute.
 
 Which operation waits for which does not depend on seconds, so operations are sorted once into waves that depend only on
 earlier waves. A wave is then one NumPy operation over all its ranks, and over all steps and data-parallel ranks that
@@ -20,16 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from wlb.errors import UserError
-from wlb.schedules.operations import (
-    BACKWARD,
-    FORWARD,
-    HEAD,
-    INPUT,
-    WEIGHT,
-    Operation,
-    RankOperations,
-    rank_operations,
-)
+from wlb.schedules.operations import BACKWARD, FORWARD, HEAD, INPUT, WEIGHT, Operation, RankOperations, rank_operations
 
 Array = NDArray[np.float64]
 

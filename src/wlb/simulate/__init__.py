@@ -23,11 +23,4 @@ from wlb.simulate.rate import simulate_steps
 from wlb.simulate.run import SimulationResult, simulate
 from wlb.simulate.step import CAUSES
 
-__all__ = [
-    "CAUSES",
-    "SimulationResult",
-    "pipeline_makespan",
-    "simulate",
-    "simulate_steps",
-    "simulated_job",
-]
+__all__ = ["CAUSES", "SimulationResult", "pipeline_makespan", "simulate", "simulate_steps", "simulated_job"]

@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -264,9 +264,8 @@ def _with_pools(jobs: Sequence[Job], lengths: DocumentLengths, lock_step: bool) 
     if job.packing.grouping == "level":  # leaves no choice, and a stream has no lengths to simulate
         return job.with_pools("level", layout.dp_cp)
     choices, may_be_whole = partial(pool_choices, lengths=lengths, lock_step=lock_step), job.packing.grouping == "auto"
-    settings: dict[str, Any] = {"exceeding": True, "may_be_whole": may_be_whole}
     waiting = [Choice.open(one, 0.0, number) for number, one in enumerate(jobs)]
-    search = fastest_first(waiting, choices, lengths, job.work_prices, **settings)
+    search = fastest_first(waiting, choices, lengths, job.work_prices, exceeding=True, may_be_whole=may_be_whole)
     if found := next(search, None):
         return found.job
     if given != "auto":

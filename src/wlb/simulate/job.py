@@ -31,8 +31,8 @@ def simulated_job(
     """A job of ``model`` under one of the systems in ``wlb.job.config.PRESETS``.
 
     ``micro_batches`` is for each data-parallel rank, by default the number of pipeline ranks; a global batch has as
-    many windows. ``packing`` and
-    ``sharding`` replace settings of the preset. ``layout`` are further fields of ``Layout`` and of ``Job``.
+    many windows. ``packing`` and ``sharding`` replace settings of the preset. ``layout`` are further fields of
+    ``Layout`` and of ``Job``.
 
     Raises ``UserError`` for settings that no job could have.
     """

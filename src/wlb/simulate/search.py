@@ -313,9 +313,8 @@ def _with_room(job: Job) -> Job:
     if job.packing.is_balanced or not job.packing.reads("max_length_factor"):
         return by_memory(job)
     fitting = by_memory(job.with_length_factor("auto"))
-    return fitting.with_length_factor(
-        min(float(job.packing.max_length_factor), float(fitting.packing.max_length_factor))
-    )
+    factors = (float(one.packing.max_length_factor) for one in (job, fitting))
+    return fitting.with_length_factor(min(factors))
 
 
 def _packed(job: Job, lengths: DocumentLengths) -> list[StepPlan]:

@@ -130,8 +130,7 @@ class Evaluator:
 
         It runs one micro-batch at a time, because PyTorch's schedules hold the scores of a whole step.
         """
-        mesh = self._model.mesh
-        group = mesh.group("pp")
+        group = self._model.mesh.group("pp")
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         for stage in self._model.stages:
             x = batch.tokens

@@ -54,7 +54,6 @@ class Reporter:
 
     def __init__(self, checked: CheckedJob, execution: Execution, step: int) -> None:
         self._checked, self._config, self._job = checked, checked.config, checked.job
-        self._execution = execution
         cores = torch.get_num_threads() if execution.device.type == "cpu" else 1  # a CPU's peak is for one core
         self._peak = hardware_preset(hardware_name(execution.device)).peak_flops * cores * self._job.layout.world_size
         self._files = MetricsFiles(self._config.metrics, step)
@@ -62,19 +61,17 @@ class Reporter:
         self._summary: dict[str, Any] = {"steps": 0, "tokens": 0, "documents": 0, "seconds": 0.0}
         self._summary |= dict.fromkeys(("last_step", "last_loss", "evaluation_loss"))
         self._unlabelled_reported = False
-        self._greet()
+        self._greet(execution)
 
-    def _greet(self) -> None:
-        config, execution = self._config, self._execution
+    def _greet(self, execution: Execution) -> None:
+        config, job = self._config, self._job
         origin = f"resuming after step {self._first}" if self._first else "starting"
-        processes = number_of(self._job.layout.world_size, f"{execution.device.type} process")
-        sizes = ", ".join(f"{name} = {size}" for name, size in self._job.sizes.items())
+        processes = number_of(job.layout.world_size, f"{execution.device.type} process")
+        sizes = ", ".join(f"{name} = {size}" for name, size in job.sizes.items())
         documents = number_of(len(self._checked.store), "document")
-        longest = self._job.max_tokens // (self._job.layout.pool_size if self._job.levels_steps else 1)
+        longest = job.max_tokens // (job.layout.pool_size if job.levels_steps else 1)
         tell(f"{origin} on {processes}; {documents}; {sizes}; micro-batches of up to {longest:,} tokens")
-        if config.training.calibrate and not (
-            self._job.levels_steps and self._job.layout.tp == 1 == self._job.layout.ep
-        ):
+        if config.training.calibrate and not (job.levels_steps and job.layout.tp == 1 == job.layout.ep):
             tell("wlb: note: training.calibrate needs level steps without tp and ep; it stays off here")
         if config.training.steps and self._first >= config.training.steps:
             tell(f"wlb: note: all training.steps = {config.training.steps} are done; raise it to train on")
@@ -189,9 +186,8 @@ class MetricsFiles:
                 for name, value in _scalars(row if file == "steps" else {file: row}):
                     self._tensorboard.add_scalar(name, value, row["step"])
         except OSError as error:
-            raise TrainingError(
-                f"step {row['step']}: metrics.dir {path} cannot be written: {error.strerror}"
-            ) from error
+            why = f"metrics.dir {path} cannot be written: {error.strerror}"
+            raise TrainingError(f"step {row['step']}: {why}") from error
 
     def close(self) -> None:
         """Flush and close the TensorBoard files."""

@@ -85,9 +85,8 @@ class Trainer:
             asked_to_end=self.termination.asked.is_set,
         )
         self.reporter = Reporter(checked, model.execution, self.step) if dist.get_rank() == 0 else None
-        self.evaluator: Evaluator | None = None
-        if self.config.evaluation.store is not None:
-            self.evaluator = Evaluator(self.model, self.reporter.evaluated if self.reporter else 0)
+        evaluated = self.reporter.evaluated if self.reporter else 0
+        self.evaluator = None if config.evaluation.store is None else Evaluator(model, evaluated)
 
         directory = config.checkpoint.dir
         kept = f"the same command continues from the newest checkpoint in {directory}, if there is one"

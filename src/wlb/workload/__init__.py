@@ -13,15 +13,7 @@ from wlb.workload.shapes import ModelShape
 if TYPE_CHECKING:
     from wlb.workload.profile import WorkloadProfile
 
-__all__ = [
-    "HARDWARE",
-    "MODEL_SHAPES",
-    "Costs",
-    "Hardware",
-    "ModelShape",
-    "make_workload",
-    "model_shape",
-]
+__all__ = ["HARDWARE", "MODEL_SHAPES", "Costs", "Hardware", "ModelShape", "make_workload", "model_shape"]
 
 
 def make_workload(

@@ -399,10 +399,7 @@ class Costs:
         return seconds
 
     def _at_least_moving(self, weights: float, tokens: ArrayLike, token_seconds: float, phase: Direction) -> Seconds:
-        """``token_seconds`` per token, or the time of reading the ``weights`` if that is longer; 0 for no tokens.
-
-        A backward also accumulates its gradient, which reads and writes it in float32.
-        """
+        """``token_seconds`` per token, or the time of reading the ``weights`` if that is longer; 0 for no tokens."""
         count, hardware = np.asarray(tokens), self.hardware
         reading = weights * hardware.bytes_per_value / (hardware.memory_bandwidth * self.tp)
         seconds = np.maximum(token_seconds * count, reading) + self._adding_seconds(weights, phase)

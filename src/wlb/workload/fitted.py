@@ -70,9 +70,7 @@ class FittedPrices:
             model=model,
             attention=Measurements(tokens=tokens, **both(self.square * d**2)),
             linear=Measurements(tokens=(1, *tokens), **both(self.token * np.array([1.0, *d]) + self.fixed)),
-            prefix_attention=PrefixMeasurements(
-                queries=tokens, keys=tokens, **both(2 * self.square * d[:, None] * d[None, :])
-            ),
+            prefix_attention=PrefixMeasurements(queries=tokens, keys=tokens, **both(2 * self.square * d[:, None] * d)),
         )
 
 

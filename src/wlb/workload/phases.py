@@ -50,8 +50,7 @@ class DocumentPhases:
 
     def check(self, documents: int) -> None:
         """Raise ``UserError`` unless the phases are of ``documents`` documents."""
-        if self.seconds and len(self._total) != documents:
-            known = len(self._total)
+        if self.seconds and (known := len(self._total)) != documents:
             raise UserError(f"phases cover {known} documents, but there are {documents}; give one cost for each")
 
     def of(self, table: Table) -> Seconds:

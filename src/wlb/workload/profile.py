@@ -62,8 +62,7 @@ class Measurements(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         for name in ("forward_seconds", "backward_seconds"):
-            count = len(getattr(self, name))
-            if count != len(self.tokens):
+            if (count := len(getattr(self, name))) != len(self.tokens):
                 raise ValueError(f"{name} has {count} values for {len(self.tokens)} token counts")
         return self
 

@@ -41,10 +41,8 @@ def routed_layers(shape: ModelShape) -> int:
 def feed_forward_width(shape: ModelShape, kind: BlockKind) -> int:
     """Columns of SwiGLU that one token passes through."""
     experts = shape.experts
-    if not kind.feeds_forward:
-        return 0
     if experts is None or not kind.routed:
-        return shape.ffn_hidden
+        return shape.ffn_hidden * kind.feeds_forward
     return experts.active * experts.ffn_hidden + experts.shared_hidden
 
 

@@ -178,12 +178,11 @@ class FileCorpus(Corpus):
         named = f"{sources[0]} and {len(sources) - 1} more" if len(sources) > 1 else str(sources[0])
         if not files:
             raise UserError(f"{named} holds no text, JSON Lines or Parquet files; name other files or directories")
-        for source in sources if documents is None else ():
-            if needs_documents(source):
-                raise UserError(
-                    f"{source} has several lines; give --documents lines if each is a document, or --documents files "
-                    "if the file is one"
-                )
+        for source in filter(needs_documents, sources if documents is None else ()):
+            raise UserError(
+                f"{source} has several lines; give --documents lines if each is a document, or --documents files "
+                "if the file is one"
+            )
         units = " or ".join(dict.fromkeys(_UNITS[kind] for _, kind in files))
         description = {"kind": "files", "files": len(files), "text_field": text_field, "documents": documents}
         super().__init__(f"{named} (one document per {units})", files, description, text_field, chat)

@@ -123,10 +123,8 @@ class TokenIndex:
         return begins + np.where(sequences == count, end, 0)
 
     def _uncovered(self) -> UserError:
-        sequences = len(self.pointers)
-        return UserError(
-            f"{self.path} is corrupt: its documents do not cover its {sequences} sequences in order; make it again"
-        )
+        what = f"its documents do not cover its {len(self.pointers)} sequences in order"
+        return UserError(f"{self.path} is corrupt: {what}; make it again")
 
 
 def _spaced(array: NDArray[Any]) -> NDArray[Any]:

@@ -135,8 +135,7 @@ class TokenStore:
     @property
     def firsts(self) -> list[int]:
         """The first document of every store, then the number of all documents."""
-        documents = [sum(shard.documents for shard in shards) for shards in self._by_store]
-        return [0, *accumulate(documents)]
+        return [0, *accumulate(sum(shard.documents for shard in shards) for shards in self._by_store)]
 
     @property
     def prefix(self) -> str:
@@ -214,8 +213,7 @@ class TokenStore:
         """Raise ``UserError`` if a file that holds any of ``documents`` has changed since the store was opened.
 
         Call it after a read to know that the tokens are those of the opened store, and before a read to know that no
-        mapped file was cut short, because reading beyond its end kills the process. Files at URLs check
-        themselves (``RemoteArray``).
+        mapped file was cut short, because reading beyond its end kills the process.
         """
         for prefix, _, _ in self._by_shard(documents):
             files.check_unchanged(prefix, self._stamps[prefix])

@@ -153,9 +153,8 @@ def fits(job: Job) -> bool:
 def largest_factor(job: Job) -> float | None:
     """The largest L_max that fits into memory, in context windows; None if not even the smallest does.
 
-    It lets planned lists hold their most. Where the smallest L_max does not, they may still fit and hold less.
-
-    A multiple of 1/64 window; if the tokens of a step are bounded, one of 64 values from the smallest to the largest.
+    It lets planned lists hold their most. Where the smallest L_max does not, they may still fit and hold less. A
+    multiple of 1/64 window; if the tokens of a step are bounded, one of 64 values from the smallest to the largest.
     """
     most = job.packing.largest_auto_factor(job.step_micro_batches, job.global_batch)
     if job.most_step_tokens is None:

@@ -34,11 +34,10 @@ _SLICED = 1 / 3  # largest share of tokens in flight that are in slices
 class Unit:
     """A module that a stage runs: elements of its weights and gradients on this rank, and its bytes for some rows.
 
-    ``experts`` are the part of its weights in experts that other GPUs do not have.
-
-    ``forward`` and ``backward`` are the most bytes that they need beyond what is held when they begin. ``held`` are the
-    bytes that a forward leaves for its backward, including ``scores`` over the vocabulary and ``received`` keys and
-    values of other ranks. ``root`` units are gathered with the stage.
+    ``experts`` are the part of its weights in experts that other GPUs do not have. ``forward`` and ``backward`` are the
+    most bytes that they need beyond what is held when they begin. ``held`` are the bytes that a forward leaves for its
+    backward, including ``scores`` over the vocabulary and ``received`` keys and values of other ranks. ``root`` units
+    are gathered with the stage.
     """
 
     weights: int

@@ -47,9 +47,7 @@ class PipelineRunner:
         calibration: Calibration | None = None,
     ) -> None:
         self.clock, self._calibration = ComputeClock(execution.device), calibration
-        self._modules, self._layout = stage_modules, layout
-        self._mesh = mesh
-        self._execution = execution
+        self._modules, self._layout, self._mesh, self._execution = stage_modules, layout, mesh, execution
         self.losses: Sequence[Tensor] = ()  # of each micro-batch of the last step, zero where others ran its head
         self.routed: Sequence[Routing] = ()  # in the micro-batches of the last step
         self._pipeline: Pipeline | None = None
