@@ -48,7 +48,6 @@ def test_examples_can_be_parsed(name: str):
         ([*PACKING, "--plot", "picture.txt"], "picture picture.txt must end in one of .png, .pdf, .svg"),
         ([*PACKING, "--plot", "missing/x.png"], "directory missing of missing/x.png does not exist"),
         ([*THRESHOLDS, "--max-delay", 0], "'--max-delay': must be greater than or equal to 1 (got 0)"),
-        ([*THRESHOLDS, "--profile", "p.json", "--cp", 2], "--cp has no effect with --profile"),
         ([*THRESHOLDS, "--max-token-delay", "some"], "must be a number (got some)"),
         ([*PREFILL, "--pp", 1000], "model has 32 layers, fewer than the 1000 pipeline stages"),
         ([*PREFILL, "--dp", 10**6], "--dp 1000000 is over the 512 data-parallel ranks of a simulated prefill"),
