@@ -50,7 +50,7 @@ def kernels_launched_at_once() -> Iterator[None]:
 
 def _forget_prices() -> None:
     for name, module in [*sys.modules.items()]:
-        for cached in vars(module).values() if name.partition(".")[0] == "wlb" else ():
+        for cached in vars(module).values() if name.partition(".")[0] in ("wlb", "wlb_studies") else ():
             if isinstance(cached, _lru_cache_wrapper):
                 cached.cache_clear()
 

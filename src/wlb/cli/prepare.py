@@ -112,11 +112,12 @@ def prepare(
     chat_format = ChatFormat.of_tokenizer(tokenizer, chosen.special_tokens) if text.chat else None
     # Bytes cost less to tokenise than to send to another process.
     cores = workers or (1 if chosen.identity["kind"] == "bytes" else usable_cores())
-    own_tokenizer = store_files(target)[-2]  # of a store that is overwritten
+    # The tokenizer of a store that is replaced stays if it is used again.
+    stays = ray is None and Path(tokenizer or "").resolve() == store_files(target)[-2].resolve()
     with _progress("tokenising") as on_progress:
         asked: dict[str, Any] = {
             "chat": chat_format,
-            "save_tokenizer": bpe_size is not None or Path(tokenizer or "").resolve() == own_tokenizer.resolve(),
+            "save_tokenizer": bpe_size is not None or stays,
             "overwrite": overwrite,
             "on_progress": on_progress,
         }

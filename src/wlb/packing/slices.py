@@ -22,7 +22,7 @@ from wlb.packing.plan import Integers, PlannedMicroBatch
 from wlb.workload.base import TICKS, DocumentPrices, in_ticks
 from wlb.workload.costs import QUERY_TILE
 
-_SLACK = 0.05  # of the mean micro-batch: what a slice may cost more before the document is cut once more
+_SLACK = 0.05  # a slice may cost this much more than the mean micro-batch; this share of tokens may wait for that
 
 
 def sliced_pipelines(
@@ -78,7 +78,7 @@ def _parts(ticks: Integers, tokens: Integers, micro_batches: int, max_tokens: in
 
     As few slices as keep each below the mean micro-batch and within ``max_tokens`` tokens. If these are too many, the
     document whose slices would stay cheapest gets one less, and so on, as far as ``max_tokens`` allows. A slice may
-    cost ``slack`` mean micro-batches more than one.
+    cost ``1 + slack`` mean micro-batches.
     """
     share = max(int(ticks.sum()) / micro_batches, 1)
     whole_tiles = max(QUERY_TILE, max_tokens // QUERY_TILE * QUERY_TILE)

@@ -164,7 +164,7 @@ def _measure(
         measured = measure_in_turns(
             {key: case for key, (case, _) in cases.items()}, settings.clock, rounds, on_progress
         )
-    except RuntimeError as error:  # OutOfMemoryError, or of a CPU
+    except RuntimeError as error:  # an OutOfMemoryError of a GPU, or a plain one of a CPU
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         raise UserError(

@@ -273,3 +273,5 @@ def test_conversations_are_read_from_json_and_parquet(tmp_path):
     invalid = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
     pq.write_table(pa.table({"messages": invalid}), tmp_path / "bad.parquet")
     assert read(tmp_path / "bad.parquet", text_field="messages", chat=True) == [Reject.UNDECODABLE]
+    pq.write_table(pa.table({"messages": [{"messages": chats[0]}]}), tmp_path / "struct.parquet")
+    assert read(tmp_path / "struct.parquet", text_field="messages", chat=True) == [Reject.NOT_MESSAGES]

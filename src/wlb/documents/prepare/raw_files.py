@@ -128,16 +128,16 @@ def read_parquet(
             groups = [group for group in range(count) if start <= size * group // count < end]
             for batch in file.iter_batches(_PARQUET_ROWS, groups, columns=[column]):
                 if document:
-                    yield from (_cell(cell, document) for cell in batch.column(0))
+                    yield from (_entry(column, cell, document) for cell in batch.column(0))
                 else:  # as bytes: text in Parquet may be invalid UTF-8, and one bad cell must not end the file
                     yield from map(utf8_text, batch.column(0).cast(arrow.large_binary()).to_pylist())
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}") from None
 
 
-def _cell(cell: Any, document: Callable[[Any], Any]) -> Any:
+def _entry(column: str, cell: Any, document: Callable[[Any], Any]) -> Any:
     try:
-        return document(cell.as_py())
+        return document({column: cell.as_py()})
     except UnicodeDecodeError:
         return Reject.UNDECODABLE
 
